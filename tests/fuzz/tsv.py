@@ -114,7 +114,7 @@ def judge(path: Path, plain: bytes | None, bad_rows: str, block_bytes: int | Non
         print(f"{skipped} rows skipped, should be {bad}")
         return Outcome.SILENT
     if bad:
-        return Outcome.SKIPPED if bad_rows == "skip" else Outcome.SILENT
+        return Outcome.SKIPPED if bad_rows == "skip-all" else Outcome.SILENT
     return Outcome.EQUAL
 
 
@@ -170,7 +170,7 @@ def unpacked(data: bytes) -> bytes | None:
 
 
 def case(rng: random.Random, directory: Path, what: str, data: bytes) -> Case:
-    path, bad_rows = directory / "raw", rng.choice(("stop", "skip"))
+    path, bad_rows = directory / "raw", rng.choice(("stop", "skip-all"))
     path.write_bytes(data)
     block_bytes = rng.choice((None, 1000, 10_000))
     plain = unpacked(data)
@@ -195,7 +195,7 @@ def bomb(rng: random.Random, directory: Path) -> Case:
     """A little file that unpacks to 16 MB or more of bad rows."""
     line = rng.choice((b"\n", b"1\n", b"\t" * 39 + b"\n", b"0" + b"\t" * 39 + b"x\n", b"\t", b"\r"))
     data = zlib.compress(line * ((16 << 20) // len(line)), 9, wbits=31)
-    path, bad_rows = directory / "raw", rng.choice(("stop", "skip"))
+    path, bad_rows = directory / "raw", rng.choice(("stop", "skip-all"))
     path.write_bytes(data)
     arguments = path, "--output", directory / "out", "--bad-rows", bad_rows, "--workers", 2
 

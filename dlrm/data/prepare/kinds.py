@@ -165,7 +165,7 @@ def _find_integer(
     if unit := find_time_unit(present):
         given = "time" if unit == "s" else {"kind": "time", "unit": unit}
         return InferredKind(kind="number", why=what + _alternative(name, given))
-    if len(distinct) > len(present) / 2:
+    if len(sample) < ENOUGH_ROWS or len(distinct) > len(present) / 2:
         why = f"{what} that hardly repeat{_alternative(name, 'category')}"
         return InferredKind(kind="number", why=why)
 

@@ -28,7 +28,7 @@ from ...utils.cpus import cpu_count
 from ...utils.messages import print_error
 from ..schema import META_FILE, SPLITS, EarlierData, Meta
 from .bad_rows import BadRowsRule
-from .codes import label_rule
+from .codes import LabelRule, label_rule
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
 from .row_source import RowSource
@@ -205,14 +205,15 @@ class Preparation:
             if self.earlier is not None or by_chance:
                 if own_rows >= FEW_ROWS:
                     print_error(f"note: {problem}, so that no AUC can be computed of it")
-            elif other:
+                continue
+            if other:
                 raise ValueError(
                     f"{problem}, and {other:.2%} of all labels are {1 - value}: for both in each "
                     "split, use --split-by random if the rows are sorted by the label, or choose "
                     "other shares or limits"
                 )
-            else:
-                rule = label_rule(self.transform.plan.options, label.name)
+            rule = label_rule(self.transform.plan.options, label.name)
+            if rows >= FEW_ROWS or rule != LabelRule():
                 raise ValueError(
                     f"all {rows:,} labels are {value} (column {label.name!r}, {rule}), and a model "
                     "needs rows of both classes: say which values count as 1, as in --label "

@@ -23,6 +23,9 @@ NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
 )  # fmt: skip
 """Texts that stand for a missing number."""
+FLOATS = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan(\(\w*\))?)$"
+ISO_TIMES = r"^\d{4}-\d\d-\d\d([ T]\d\d(:?\d\d(:?\d\d(\.\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
+"""All texts that pyarrow reads as numbers and as times, and some that it doesn't."""
 SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
 MISSING_TIME = np.iinfo(np.int64).min
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -299,7 +302,7 @@ def _parsed_numbers(array: pa.Array, name: str, marks: Marks | None) -> pa.Array
     except pa.ArrowInvalid:
         row = next(failing(len(array), lambda start, stop: parse(array[start:stop])))
         problem = _no_number(array[row].as_py(), name, marks)
-        raise BadValue(name, row, problem, lambda: _all_failing(array, parse)) from None
+        raise BadValue(name, row, problem, lambda: _all_failing(array, parse, FLOATS)) from None
 
 
 def _no_number(text: str, name: str, marks: Marks | None) -> str:
@@ -341,7 +344,8 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
             f"{shown(array[row].as_py())} is not a time {rule}; correct it, set format: "
             f"(as in strptime), or set columns: {{{name}: category}}"
         )
-        raise BadValue(name, row, problem, lambda: _all_failing(array, parse)) from None
+        likely = ISO_TIMES if form is None else ""
+        raise BadValue(name, row, problem, lambda: _all_failing(array, parse, likely)) from None
 
 
 def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
@@ -364,9 +368,19 @@ def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
                 waiting += [(middle, stop), (start, middle)]
 
 
-def _all_failing(array: pa.Array, convert: Callable[[pa.Array], object]) -> list[int]:
-    """The positions of all values that ``convert`` refuses, of which many may be equal."""
+def _all_failing(array: pa.Array, convert: Callable[[pa.Array], object], likely: str) -> list[int]:
+    """The positions of all values that ``convert`` refuses.
+
+    Args:
+        array: the values, of which many may be equal.
+        convert: raises an error if it can't convert any of some values.
+        likely: a pattern of all values that it can convert; others are refused without a try.
+    """
     encoded = array.dictionary_encode()
     values = encoded.dictionary
-    wrong = list(failing(len(values), lambda start, stop: convert(values[start:stop])))
-    return np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(), wrong)).tolist()
+    candidates = pc.match_substring_regex(values, likely).to_numpy(zero_copy_only=False)
+    tried = np.flatnonzero(candidates)
+    some = values.take(pa.array(tried))
+    wrong = tried[list(failing(len(some), lambda start, stop: convert(some[start:stop])))]
+    refused = np.union1d(np.flatnonzero(~candidates), wrong)
+    return np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(), refused)).tolist()
