@@ -44,7 +44,8 @@ class ColumnOptions(Closed):
     hash: Positive | None = None
     """Hash the values to this many buckets before they are counted."""
     separator: Annotated[Text, MinLen(1)] | None = None
-    """Between the values of a list that is written as text."""
+    """Between the values of a list that is written as text; ``[,]``: in brackets as well, as Python
+    and JSON write lists, perhaps with quotes."""
     parts: Annotated[tuple[TimePart, ...], MinLen(1), BeforeValidator(as_list)] | None = None
     """The features of a time."""
     format: Text | None = None
@@ -55,6 +56,8 @@ class ColumnOptions(Closed):
     """Of a number that is text: between the whole number and its fraction."""
     thousands: Literal[",", ".", " ", "'"] | None = None
     """Of a number that is text: between groups of three digits."""
+    symbol: Annotated[Text, MinLen(1)] | None = None
+    """Of a number that is text: what may stand before or after it, such as ``$`` or ``%``."""
 
     def __post_init__(self) -> None:
         if self.decimal is not None and self.decimal == self.thousands:
@@ -63,10 +66,11 @@ class ColumnOptions(Closed):
     @property
     def marks(self) -> Marks | None:
         """How numbers are written; None: plainly."""
-        if self.decimal is None and self.thousands is None:
+        if self.decimal is None and self.thousands is None and self.symbol is None:
             return None
         other = "," if self.thousands == "." else "."
-        return Marks(decimal=self.decimal or other, thousands=self.thousands)
+        decimal = self.decimal or other
+        return Marks(decimal=decimal, thousands=self.thousands, symbol=self.symbol)
 
 
 def _as_column(value: Any) -> Any:

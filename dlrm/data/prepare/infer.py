@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
@@ -160,7 +160,7 @@ def _column(
 
     own = replace(own, kind=inferred.kind)  # type: ignore[arg-type]
     if (marks := inferred.marks) is not None:
-        own = replace(own, decimal=marks.decimal, thousands=marks.thousands)  # type: ignore[arg-type]
+        own = replace(own, **asdict(marks))
     if inferred.unit is not None:
         own = replace(own, unit=inferred.unit)  # type: ignore[arg-type]
     found = _type_name(values[0].type)
@@ -300,7 +300,7 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
         return own
     separator = own.separator
     if own.kind == "list" and separator is None and is_text(sample.type):
-        separator = find_separator(sample) or "|"
+        separator = find_separator(sample)[0] or "|"
     return replace(
         own,
         separator=separator,

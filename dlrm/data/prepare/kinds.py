@@ -30,6 +30,7 @@ EVENLY = 0.05  # the distance from the uniform distribution below which integers
 LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}(T|\b)"  # in any order
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
+FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
 NUMBER_SHARE = 0.95
 HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
 SURE = 4.0  # standard deviations
@@ -121,10 +122,14 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return found
     if untyped and (odd := _odd_number(name, sample)):
         return InferredKind(kind="number", why=f"numbers, except {odd}")
-    if separator := find_separator(sample):
-        return InferredKind(kind="list", why=f"texts with {separator!r} between entries")
+    separator, sure = find_separator(sample)
+    if separator and sure:
+        why = f"texts with {separator!r} between entries{_alternative(name, 'category')}"
+        return InferredKind(kind="list", why=why)
 
     why = f"texts, {_often(sample)}"
+    if separator:
+        why += _alternative(name, {"kind": "list", "separator": separator})
     if pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
         why += "; if these are times, set kind: time and format:, as in strptime"
     return InferredKind(kind="category", why=why)
@@ -298,19 +303,44 @@ def _odd_number(name: str, texts: pa.Array) -> str | None:
     return shown(texts[pc.index(number, False).as_py()].as_py())
 
 
-def find_separator(texts: pa.Array) -> str | None:
-    """The separator between the entries of lists that are written as text."""
+def find_separator(texts: pa.Array) -> tuple[str | None, bool]:
+    """The separator between the entries of lists that are written as text.
+
+    Returns:
+        The separator, and whether these certainly are lists: the words of a title are none. With
+        ``[,]`` the texts have brackets, too.
+    """
     texts = texts.drop_null()
+    distinct = texts.unique()
     if not len(texts):
-        return None
-    for separator in ("|", ";"):
-        with_it = pc.sum(pc.match_substring(texts, separator)).as_py() or 0
-        if with_it >= LIST_SHARE * len(texts):
-            entries = pc.split_pattern(texts, separator).flatten()
-            # Entries repeat; texts with a bar in them don't.
-            if pc.count_distinct(entries).as_py() < 0.5 * len(entries):
-                return separator
-    return None
+        return None, False
+    for mark in (", ", ",", " "):
+        inner = r"\[[^\]]*\]|\([^)]*\)"
+        bracketed = distinct.filter(pc.match_substring_regex(distinct, rf"^\s*({inner})\s*$"))
+        if len(bracketed) > NUMBER_SHARE * len(distinct) and _share(bracketed, mark) >= LIST_SHARE:
+            return f"[{mark.strip() or mark}]", True
+
+    for separator in ("|", ";", ",", " "):
+        # Entries repeat, and other texts with a bar in them don't.
+        sample = texts if separator in "|;" else distinct
+        if _share(sample, separator) < LIST_SHARE:
+            continue
+        lists = pc.split_pattern(sample, separator)
+        entries = pc.utf8_trim_whitespace(lists.flatten())
+        rare = pc.count_distinct(entries).as_py() / len(entries)
+        lengths = pc.count_distinct(pc.list_value_length(lists)).as_py()
+        if separator in "|;" and rare < 0.5:
+            return separator, True
+        if separator == "," and rare < 0.5:
+            return separator, lengths > 1 and rare < FEW_ENTRIES
+        if separator == " " and rare < FEW_ENTRIES and lengths > 1:
+            return separator, False
+    return None, False
+
+
+def _share(texts: pa.Array, mark: str) -> float:
+    """The share of texts that have a mark in them."""
+    return (pc.sum(pc.match_substring(texts, mark)).as_py() or 0) / len(texts)
 
 
 def _moments(sample: pa.Array) -> NDArray[np.int64] | None:

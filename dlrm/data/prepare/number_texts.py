@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 PLAIN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 MARKED = r"^[+-]?[\d.,][\d.,' \x{a0}\x{202f}]*([eE][+-]?\d+)?$"
 """All other forms match this, and more."""
+SYMBOLS = ("$", "€", "£", "¥", "%")
 SPACES = " \u00a0\u202f"
 
 
@@ -22,11 +23,12 @@ class Marks:
     """Between the whole number and its fraction: a point or a comma."""
     thousands: str | None = None
     """Between groups of three digits, if anything. A space may be one that doesn't break."""
+    symbol: str | None = None
+    """Before or after some of the numbers, such as ``$`` or ``%``."""
 
     def __str__(self) -> str:
-        return f"decimal {self.decimal!r}" + (
-            f" and thousands {self.thousands!r}" if self.thousands else ""
-        )
+        marks = {"decimal": self.decimal, "thousands": self.thousands, "symbol": self.symbol}
+        return " and ".join(f"{name} {mark!r}" for name, mark in marks.items() if mark)
 
     @property
     def pattern(self) -> str:
@@ -34,14 +36,21 @@ class Marks:
         point, whole = re.escape(self.decimal), r"\d+"
         if self.thousands:
             whole = rf"(\d+|[1-9]\d{{0,2}}({self._between}\d{{3}})+)"
-        return rf"^[+-]?({whole}({point}\d*)?|{point}\d+)([eE][+-]?\d+)?$"
+        number = rf"({whole}({point}\d*)?|{point}\d+)([eE][+-]?\d+)?"
+        if not self.symbol:
+            return f"^[+-]?{number}$"
+        symbol = re.escape(self.symbol)
+        return rf"^[+-]?({symbol} ?[+-]?)?{number}( ?{symbol})?$"
 
     @property
     def _between(self) -> str:
         return f"[{SPACES}]" if self.thousands == " " else re.escape(self.thousands or "")
 
     def plain(self, texts: pa.Array) -> pa.Array:
-        """The same numbers with a point, and with nothing between thousands."""
+        """The same numbers with a point, and without symbols and marks between thousands."""
+        if self.symbol:
+            texts = pc.utf8_trim_whitespace(pc.replace_substring(texts, self.symbol, ""))
+            texts = pc.replace_substring_regex(texts, r"^([+-]) ", r"\1")
         if self.thousands:
             texts = pc.replace_substring_regex(texts, self._between, "")
         return pc.replace_substring(texts, self.decimal, ".")
@@ -80,15 +89,22 @@ def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
         None if too few are, or all that are are plain.
     """
     wanted = share * len(texts)
-    if not len(texts) or _count(texts, MARKED) < wanted:
+    symbol = next(
+        (s for s in SYMBOLS if len(texts) and _count(texts, re.escape(s)) >= wanted), None
+    )
+    if not len(texts) or (symbol is None and _count(texts, MARKED) < wanted):
         return None
+    known = KNOWN if symbol is None else (Marks(), *KNOWN)
+    known = tuple(replace(marks, symbol=symbol) for marks in known)
     plain = pc.match_substring_regex(texts, PLAIN)
-    counts = {marks: _count(texts, marks.pattern) for marks in KNOWN}
+    counts = {marks: _count(texts, marks.pattern) for marks in known}
     most = max(counts.values())
     if most < wanted or most <= (pc.sum(plain).as_py() or 0):
         return None
     fitting = [marks for marks, count in counts.items() if count == most]
-    unclear = all(marks in fitting for marks in POINT_OR_COMMA)
+    unclear = fitting[0] != Marks(symbol=symbol) and all(
+        replace(marks, symbol=symbol) in fitting for marks in POINT_OR_COMMA
+    )
     matches = pc.match_substring_regex(texts, fitting[0].pattern)
     example = texts.filter(pc.and_(matches, pc.invert(plain)))[0].as_py()
     odd = None if most == len(texts) else texts[pc.index(matches, False).as_py()].as_py()

@@ -139,7 +139,7 @@ def lists(
             raise BadValue(
                 name, None, f"it is text, not lists; add separator: to columns: {name}: in the YAML"
             )
-        array = pc.split_pattern(array, separator)
+        array = _split_lists(array, separator)
     elif not is_list(array.type):
         raise BadValue(name, None, f"it holds {array.type}, not lists; make it another kind")
 
@@ -158,6 +158,15 @@ def lists(
         entries = entries.filter(pa.array(kept))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return pa.LargeListArray.from_arrays(pa.array(offsets), entries)
+
+
+def _split_lists(texts: pa.Array, separator: str) -> pa.Array:
+    """Lists of what stands between separators; those such as ``[,]`` have brackets around."""
+    if len(separator) < 3 or separator[0] + separator[-1] != "[]":
+        return pc.split_pattern(texts, separator)
+    inner = pc.replace_substring_regex(texts, r"^\s*[\[(](.*)[\])]\s*$", r"\1")
+    inner = pc.replace_substring_regex(inner, r"""['"]""", "")
+    return pc.split_pattern(inner, separator[1:-1])
 
 
 def times(

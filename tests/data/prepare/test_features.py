@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import combinations
 
 import numpy as np
 import pyarrow as pa
@@ -295,3 +296,47 @@ def test_texts_that_never_repeat_are_told(tmp_path):
         "texts, 300 values in 300 rows, carries no information: drop it or pass it through",
         "texts, 9 values in 300 rows",
     ]
+
+
+ENTRIES = ["[{}]", "[]", "[{}, {}]", "[{}, {}, {}]"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "separator"),
+    [
+        ([text.format(1, 20, 3) for text in ENTRIES], "[,]"),
+        ([text.format("'1'", "'20'", "'3'") for text in ENTRIES], "[,]"),
+        (["(1,)", "()", '("1", "20")', "(1,20,3)"], "[,]"),
+        (["[1]", "[]", "[ 1 20]", "[1  20 3]"], "[ ]"),
+        (["1", "", "1,20", "1,20,3"], ","),
+    ],
+)
+def test_lists_that_are_written_as_texts(tmp_path, texts, separator):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"label": i % 2, "tags": texts[i % 4]} for i in range(200)]
+    if separator == ",":  # texts, of which most say more than numbers with a comma
+        rows += [{"label": i % 2, "tags": f"{i % 7},3,{i % 5},20"[: 2 * i % 9]} for i in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files, plan = open_and_plan([path], build_options({"split": {"train": 1, "val": 0, "test": 0}}))
+    assert [(c.kind, c.options.separator) for c in plan.columns[1:]] == [("list", separator)]
+    prepare_table(files, plan, tmp_path / "out", progress=False)
+    values = pq.read_table(tmp_path / "out" / "vocabulary" / "tags.parquet")["value"].to_pylist()
+    ids = pq.read_table(tmp_path / "out" / "train.parquet")["tags"].to_pylist()
+    found = [[values[i] for i in row] for row in ids[:4]]
+    assert found == [["1"], [], ["1", "20"], ["1", "20", "3"]]
+
+
+def test_words_may_be_lists_and_titles_are_none(tmp_path):
+    some = [" ".join(names) for size in (1, 2, 3) for names in combinations("abcdefgh", size)]
+    genres = (some * 3)[:200]
+    titles = [f"the {i} of {7 * i % 113}" for i in range(200)]
+    places = ["Paris, France", "Lyon, France", "Rome, Italy", "Bari, Italy"] * 50
+    path = tmp_path / "rows.parquet"
+    columns = {"label": [0, 1] * 100, "genres": genres, "title": titles, "place": places}
+    pq.write_table(pa.table(columns), path)
+    plan = open_and_plan([path], build_options({}))[1]
+    why = {column.name: column.why for column in plan.columns}
+    assert {feature.column.kind for feature in plan.categorical} == {"category"}
+    assert why["genres"].endswith("lists: columns: {genres: {kind: list, separator: ' '}}")
+    assert "lists" not in why["title"]
+    assert "lists" not in why["place"]

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
@@ -170,3 +171,25 @@ def test_the_error_of_a_plain_number_tells_the_remedy(text, remedy):
     with pytest.raises(BadValue) as raised:
         numbers(pa.array(["1", text]), "price")
     assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted", "told"),
+    [
+        (["$9.5", "$1,200.25", "-$3"], [9.5, 1200.25, -3], "thousands ',' and symbol '$'"),
+        (["5%", "12.5 %", "100%"], [5, 12.5, 100], "decimal '.' and symbol '%'"),
+        (["9,5 €", "1.200,25 €", "3 €"], [9.5, 1200.25, 3], "decimal ',' and thousands '.' and"),
+    ],
+)
+def test_numbers_with_a_symbol(tmp_path, texts, wanted, told):
+    rows = [f'{i % 2},{"abc"[i % 3]},"{texts[i % 3]}"' for i in range(300)]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["label,city,price", *rows]) + "\n")
+    everything = {"split": {"train": 1, "val": 0, "test": 0}, "transform": "none"}
+    files, plan = open_and_plan([path], build_options(everything))
+    assert told in format_plan(plan)
+    prepare_table(files, plan, tmp_path / "out", progress=False)
+    found = pq.read_table(tmp_path / "out" / "train.parquet")["price"].to_pylist()
+    assert found[:3] == wanted
+    again = build_options(yaml.safe_load(options_as_yaml(plan)))
+    assert again.columns["price"].marks == plan.columns[2].options.marks
