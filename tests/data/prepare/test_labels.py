@@ -208,7 +208,7 @@ def test_rows_in_the_order_of_the_label(tmp_path):
 
 
 def test_a_model_has_one_label(tmp_path, script, capsys):
-    path = write(tmp_path, ["0", "1", "0"] * 20)
+    path = write(tmp_path, ["0", "1", "0"] * 40)
     given = [str(path), "--output", str(tmp_path / "out")]
     main = script("prepare_table").main
     assert main([*given, "--label", "bought", "--label", "city"]) == 2
