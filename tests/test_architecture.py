@@ -43,6 +43,7 @@ KERNELS_BELOW = {
     "cross": ("", "interaction"),
     "lookup": ("", "update"),
     "tt": ("", "update"),
+    "dynamic": ("", "update", "lookup"),
     "offload": ("", "update", "lookup", "tt"),
 }
 """The same for the rooms of ``dlrm.kernels``; "" is the package itself."""

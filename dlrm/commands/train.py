@@ -205,7 +205,7 @@ class Run:
         """Log what a step returned, and more; returns what the progress bar shows of it."""
         out = out | {"loss": self.step.losses.take()}  # the mean since the last log
         values = {f"train/{name}": float(value) for name, value in out.items()}
-        values |= self.model.sparse_arch.cache_stats()
+        values |= self.model.sparse_arch.cache_stats() | self.model.sparse_arch.id_counts()
         if self.steps < self.validations.last_step:  # those of the last step are final metrics
             values |= self.clock.lap() | profiling.peak_memory(self.step.device)
         self.tracker.log(self.steps, values | self.schedule.rates())
@@ -269,6 +269,7 @@ class Run:
         with self.clock.part("checkpoint"):
             self.checkpoints.writer.wait()
         final |= self.progress.fitted | self._sizes() | self.clock.total()
+        final |= self.model.sparse_arch.id_counts()
         final |= profiling.peak_memory(self.step.device) | self.checkpoints.writer.costs()
 
         self.tracker.log(self.steps, final)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.dynamic import Dynamic
 from dlrm.embeddings.offload import Offload
 from dlrm.embeddings.paged import Paged
 from dlrm.embeddings.shared_rows import SharedRows
@@ -81,6 +82,25 @@ class ShortLookup(nn.Module):
         """As in :class:`RowLookup`."""
         rows, place = place_of(ids, self.num_short[tables], self.per_row)
         return widen(self.stored(tables, rows), place, self.dim, self.embedding_dim)
+
+
+class DynamicLookup(nn.Module):
+    """Rows of the ids that had one at the end of training, and shared rows for all others.
+
+    Args:
+        group: the trained tables.
+        precision: see :func:`~dlrm.export.rows.store_rows`.
+    """
+
+    def __init__(self, group: Dynamic, precision: str) -> None:
+        super().__init__()
+        self.stored = RowLookup(group, precision)
+        self.group = group
+        del group.weight  # its rows are stored above
+
+    def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """As in :class:`RowLookup`."""
+        return self.stored(tables, self.group.local_rows(tables, ids))
 
 
 class TTLookup(nn.Module):
@@ -208,6 +228,8 @@ def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
     """
     if precision is None:
         precision = group.dtype or "fp32" if isinstance(group, SharedRows | TT) else "fp32"
+    if isinstance(group, Dynamic):
+        return DynamicLookup(group, precision)
     if isinstance(group, Short):
         return ShortLookup(group, precision)
     if isinstance(group, SharedRows | Paged | Offload):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dlrm.kernels.dynamic.new_rows import row_states
 from dlrm.kernels.lookup.paged import ReplicaParameter
 from dlrm.kernels.offload.pinned_memory import zeros_in_same_memory
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
@@ -84,7 +85,9 @@ class RowOptimizer(torch.optim.Optimizer):
         if any(map(self._rounds, group["params"])):
             group["seed"] = torch.zeros((), dtype=torch.int64, device=device)
         for parameter in group["params"]:
-            self.state[parameter] = _new_state(parameter, _rule_of(group))
+            states = self.state[parameter] = _new_state(parameter, _rule_of(group))
+            if (reset_with_rows := row_states(parameter)) is not None:
+                reset_with_rows[:] = states.values()
 
     @torch.no_grad()
     def step(

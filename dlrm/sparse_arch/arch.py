@@ -16,7 +16,12 @@ from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.common.budget import DTYPES
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.row_caches import CachesHotRows, CachesRows, PrefetchesRows
+from dlrm.embeddings.common.row_caches import (
+    CachesHotRows,
+    CachesRows,
+    CountsIds,
+    PrefetchesRows,
+)
 from dlrm.embeddings.registry import available, build
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
@@ -247,6 +252,16 @@ class SparseArch(nn.Module):
                 moved = since[f"bytes_{name}"] / since["steps"]
                 values[f"cache/MB_{name}_per_step"] = moved / 1e6
         return values
+
+    def id_counts(self) -> dict[str, float]:
+        """What became of the ids in training so far, of tables whose rows belong to the ids that
+        occur; empty without such tables. See :meth:`CountsIds.id_counts`.
+        """
+        total = Counter[str]()
+        for group, _ in self.embeddings():
+            if isinstance(group, CountsIds):
+                total.update(group.id_counts())
+        return {f"ids/{name}": float(count) for name, count in total.items()}
 
     def renew_caches(self, optimizer: RowOptimizer) -> dict[str, float]:
         """Renew the caches of hot rows. Rows that change owner get fresh optimizer state, or that

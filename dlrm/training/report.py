@@ -46,6 +46,7 @@ GROUPS = {
     "speed": ("samples_per_second", "train_seconds", "data_wait_share"),
     "seconds": ("total", *PARTS),
     "memory": ("process_peak", "gpu_peak"),
+    "ids": ("found", "inserted", "evicted", "waiting", "not_placed"),
 }
 """Other metrics, with one line for each group."""
 

@@ -18,6 +18,7 @@ KIND_OPTIONS = {
     "drop": ["--drop.keep", "64"],
     "robe": ["--robe.rows", "64"],
     "cafe": ["--cafe.rows", "200", "--populate_every", "7"],
+    "dynamic": ["--dynamic.rows", "600"],
 }
 
 

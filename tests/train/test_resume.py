@@ -19,7 +19,7 @@ from dlrm.training.run_directory import RunLock, resume_hint
 from tests.kit import first
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "tt"])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "tt", "dynamic"])
 def test_killed_and_resumed_equals_uninterrupted(
     kind, run, start, train, command, options, losses, result, tmp_path
 ):

@@ -68,3 +68,14 @@ class PrefetchesRows(CachesRows):
     @abstractmethod
     def rows_ready(self) -> bool:
         """Whether the rows of the window are still where :meth:`begin_window` put them."""
+
+
+class CountsIds(ABC):
+    """An embedding whose rows belong to the ids that occur."""
+
+    @abstractmethod
+    def id_counts(self) -> Mapping[str, int]:
+        """In training so far: look-ups of ids with a row as ``found``, of ids that wait for one as
+        ``waiting``, of ids for which there was no room as ``not_placed``; ``inserted`` and
+        ``evicted`` ids.
+        """

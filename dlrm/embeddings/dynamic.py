@@ -1,0 +1,354 @@
+"""Tables for any ids of 64 bits: a row belongs to an id as long as that is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.budget import Budget, highest_level, split_by_rows
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.row_caches import CountsIds
+from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.kernels import require_integers
+from dlrm.kernels.dynamic.hashing import mix, scale, shift
+from dlrm.kernels.dynamic.index import (
+    EMPTY,
+    LANES,
+    NAMES,
+    Admission,
+    SlotIndex,
+    begin_step,
+    buckets_for,
+    find_torch,
+    place_torch,
+)
+from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows_torch, row_states
+from dlrm.kernels.dynamic.scores import RULES, Eviction
+from dlrm.kernels.lookup.tables import rows_of_torch
+from dlrm.kernels.update.packed import write_rows
+from dlrm.utils.bags import Bags
+
+LOAD = 0.8  # of the slots, if there is one for every id: they fit, even if all come in one step
+SLOT_BYTES = 12  # id and score
+ANY_ID = 2**63 - 1
+"""Number of ids of a table whose ids are hashed texts."""
+CHUNK = 1 << 18  # ids of a dense table that are placed at a time
+FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
+_STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
+
+
+class Dynamic(CountsIds, SharedRows):
+    """Rows for the ids that occur: an id gets a row when training first uses it, and loses it to
+    another one when room is scarce.
+
+    Ids are any integers of 64 bits, such as hashes of texts. No vocabulary is needed. While there
+    is room, results are those of ``dense``, except for the rows that ids start from, which are a
+    hash of the id. Ids without a row share ``shared`` rows of their table. Which id gets which row
+    is the same on every run and device: see :mod:`dlrm.kernels.dynamic.index`. Evaluation changes
+    nothing.
+
+    ``RowOptimizer`` resets the state of a row with the row; optimizers of ``torch.optim`` keep the
+    state of its former id.
+
+    Args:
+        rows: ids of a table that have a row at a time. In code it may be a list with one number for
+            each table. Default: room for all ids, if their number is known.
+        shared: rows of a table that all other ids share. Default: 1 for 32 others.
+        evict: which id loses its row. lfu: the least frequently used one, by the number of steps
+            that used it, which halves every ``half_life`` steps; lru: the least recently used one;
+            age: the same, but only if unused for ``age`` steps; score: the one with the lowest
+            score, see :meth:`set_clock`.
+        half_life: steps in which the frequency of an unused id halves.
+        age: steps for which an unused id keeps its row under ``--dynamic.evict age``.
+        admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little
+            too high at times, and the counts of ids without a row halve every ``half_life`` steps.
+        chance: probability with which an id that could get a row gets it, in each step.
+
+    Reference:
+        HierarchicalKV (Merlin), 2022, and dynamicemb in NVIDIA recsys-examples, for the interface.
+        Two choices: Azar et al., "Balanced Allocations", SIAM J. Comput. 1999.
+    """
+
+    per_table = frozenset({"rows"})
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        rows: int | list[int] | None = None,
+        shared: int | None = None,
+        evict: str = "lfu",
+        half_life: int = 1000,
+        age: int = 100_000,
+        admit: int = 1,
+        chance: float = 1.0,
+        **common: Unpack[Common],
+    ) -> None:
+        if evict not in RULES:
+            raise ValueError(
+                f"dynamic evict is {evict!r}; set --dynamic.evict to one of {', '.join(RULES)}"
+            )
+        least = {"half_life": half_life, "age": age, "admit": admit}
+        least |= {} if shared is None else {"shared": shared}
+        for name, value in least.items():
+            if value < 1:
+                raise ValueError(f"dynamic {name} is {value}; set --dynamic.{name} to 1 or more")
+        if not 0 < chance <= 1:
+            raise ValueError(
+                f"dynamic chance is {chance}, it must be above 0, at most 1; set --dynamic.chance"
+            )
+
+        slots = [LANES * buckets_for(own) for own in _rows_of(num_embeddings, rows)]
+        self.num_slots = tuple(slots)
+        self.num_shared = tuple(_shared(own, shared) for own in slots)
+        kept = [own + few for own, few in zip(slots, self.num_shared, strict=True)]
+        super().__init__(num_embeddings, embedding_dim, kept, **common)
+
+        # The state of the index, which a checkpoint has, and what follows from the options.
+        index = SlotIndex.empty(slots, Eviction(evict, half_life, age), Admission(admit, chance))
+        self._rules = index.eviction, index.admission
+        known = zip(num_embeddings, slots, strict=True)
+        self.bounds = [(own if ids == ANY_ID else ids) ** -0.5 for ids, own in known]
+        for name in _STATE:
+            self.register_buffer(f"_{name}", getattr(index, name))
+        self.register_buffer("_seed", torch.randint(2**62, ()))
+        for name in _SIZES:
+            self.register_buffer(f"_{name}", getattr(index, name), persistent=False)
+        self.register_buffer("_num_shared", torch.tensor(self.num_shared), persistent=False)
+        self.register_buffer("_bounds", torch.tensor(self.bounds), persistent=False)
+        self._time: Tensor  # [3]
+        self._seed: Tensor  # []
+        self._first: Tensor  # [F]
+        self._num_shared: Tensor  # [F]
+        self._bounds: Tensor  # [F], of the first values of rows
+        follow_ids(self.weight)
+        self.reset_parameters()
+
+    @property
+    def index(self) -> SlotIndex:
+        """The index of the slots, where it is now."""
+        buffers = {name: getattr(self, f"_{name}") for name in _STATE + _SIZES}
+        return SlotIndex(**buffers, eviction=self._rules[0], admission=self._rules[1])
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forget all ids, and draw the rows that ids without a row of their own share."""
+        self._clear()
+        for table, few in enumerate(self.num_shared):
+            for _, part in self.rows_to_write(table):
+                part.zero_()
+            for _, part in self.rows_to_write(table, 0, few):
+                nn.init.uniform_(part, -self.bounds[table], self.bounds[table])
+
+    def _clear(self) -> None:
+        index = self.index
+        index.ids.fill_(EMPTY)
+        for tensor in (index.scores, index.sketch, index.counts, index.time[:2]):
+            tensor.zero_()
+
+    def set_clock(self, value: int) -> None:
+        """Set the clock by which ids are evicted, and stop it: it no longer follows the steps.
+
+        Under ``lru`` and ``age``, give the time, in any unit, before each step; ages are then in
+        that unit. Under ``score``, give the score of the ids of the coming step, from 0 to
+        2^23 - 1. It may be called between the steps of a captured graph.
+        """
+        self._time[1:] = torch.tensor([value, 0])
+
+    # Looking up -------------------------------------------------------------------------------
+
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        return super().vectors(tables, self.local_rows(tables, ids), context)
+
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        rows = self._placed_rows(self._tables[:, None], ids, context)
+        return super().lookup(rows, context)
+
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
+        bags = bags.filled() if context.padded and not self.weight.is_cuda else bags
+        rows = self._placed_rows(bags.tables(self.num_tables), bags.ids, context, bags.offsets[-1:])
+        if (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda:
+            return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
+        return super().lookup_bags(replace(bags, ids=rows), context)
+
+    def _placed_rows(
+        self, tables: Tensor, ids: Tensor, context: LookupContext, end: Tensor | None = None
+    ) -> Tensor:
+        """The rows of look-ups within their tables; in training, new ids get theirs first."""
+        if not (self.training and torch.is_grad_enabled() and self.weight.requires_grad):
+            return self.local_rows(tables, ids)
+        begin_step(self.index)
+        if context.gather_ids is None:
+            return self._local(tables, ids, self._place(tables, ids, end))
+        self._place(*context.gather_ids(tables, ids), None)  # the same on every process
+        return self.local_rows(tables, ids)
+
+    @torch.no_grad()
+    def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
+        """Place new ids, and give them new rows; returns the slot of each look-up."""
+        index, ids = self.index, ids.long()
+        tables = tables.expand_as(ids)
+        live = None if end is None else torch.arange(ids.numel(), device=ids.device) < end
+        placed = place_torch(index, tables.reshape(-1), ids.reshape(-1), live)
+
+        fresh = placed.fresh
+        tables = torch.bucketize(fresh // LANES, self._first, right=True) - 1
+        rows = rows_of_torch(self._row_of(tables, fresh), tables, self._table_rows)
+        states = row_states(self.weight) or []
+        reset_rows_torch(
+            self.weight, states, rows, tables, index.ids[fresh], self._bounds, self._seed
+        )
+        return placed.slots.view(ids.shape)
+
+    def local_rows(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """The rows of ids within their tables: of each table the shared ones come first. Nothing
+        changes; tables broadcast against ids.
+        """
+        ids = ids.long()
+        tables = tables.expand_as(ids)
+        slots = find_torch(self.index, tables.reshape(-1), ids.reshape(-1)).view(ids.shape)
+        return self._local(tables, ids, slots)
+
+    def _local(self, tables: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
+        shared = scale(shift(mix(ids + 1), 16), self._num_shared[tables])
+        return torch.where(slots >= 0, self._row_of(tables, slots), shared)
+
+    def _row_of(self, tables: Tensor, slots: Tensor) -> Tensor:
+        """The rows of slots within their tables, whose first rows are the shared ones."""
+        return slots - LANES * self._first[tables] + self._num_shared[tables]
+
+    def _check(self, tables: Tensor, ids: Tensor) -> None:
+        """Any integer is an id."""
+        require_integers(self._sizes, ids=ids)
+
+    # The tables as a whole --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Copy the rows of dense tables, each ``[V, D]``, to the ids 0 to V - 1.
+
+        If they do not all fit, the first ones do: they are the most frequent. A shared row becomes
+        the mean of those of its other ids.
+        """
+        self._check_dense(weights)
+        self._clear()
+        begin_step(self.index)  # all ids are of one step, so that none is evicted
+        for table, weight in enumerate(weights):
+            few, dim = self.num_shared[table], self.embedding_dim
+            total = torch.zeros(few, dim + 1, device=weight.device)
+            for start in range(0, len(weight), CHUNK):
+                part = weight[start : start + CHUNK]
+                ids = torch.arange(start, start + len(part), device=weight.device)
+                tables = torch.full_like(ids, table)
+                slots = self._place(tables, ids, None)
+                local = self._local(tables, ids, slots)
+                own = slots >= 0
+                rows = rows_of_torch(local, tables, self._table_rows)
+                write_rows(self.weight, rows[own], part[own])
+                counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)
+                total.index_add_(0, local[~own], counted[~own])
+            if total[:, dim].any():
+                for at, rows in self.rows_to_write(table, 0, few):
+                    part = total[at : at + len(rows)]
+                    rows.copy_(part[:, :dim] / part[:, dim:].clamp(min=1))
+        self.index.counts.zero_()
+
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        raise AssertionError("load_dense places ids itself")
+
+    def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
+        if self.num_embeddings[table] == ANY_ID:
+            raise ValueError(
+                "the ids of this table are hashed texts: there is no dense table of all of them"
+            )
+        return super().to_dense(table, chunk=chunk)
+
+    def id_counts(self) -> Mapping[str, int]:
+        return dict(zip(NAMES, self.index.counts.tolist(), strict=True))
+
+    def footprint(self) -> list[dict[str, int]]:
+        """Bytes of each table: ``weights`` with the shared rows, and ``index`` for which id has
+        which row, with scores and sketch.
+        """
+        own = [SLOT_BYTES * slots for slots in self.num_slots]
+        rest = sum(
+            getattr(self, f"_{name}").nbytes for name in ("time", "sketch", "counts", "seed")
+        )
+        split = split_by_rows(rest, self.num_slots)
+        return [
+            {**table, "index": size + share}
+            for table, size, share in zip(super().footprint(), own, split, strict=True)
+        ]
+
+    @classmethod
+    def for_budget(
+        cls, budget: Budget, *, shared: int | None = None, admit: int = 1
+    ) -> list[dict[str, Any] | None]:
+        """The largest ``rows``, the same for all tables, that fits."""
+        tables, row = budget.num_embeddings, budget.row_bytes
+        slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
+
+        def size(table: int, rows: int) -> int:
+            slots = LANES * buckets_for(_rows_of([table], max(rows, 1))[0])
+            return (slots + _shared(slots, shared)) * row + slots * slot_bytes + FIXED_BYTES
+
+        def cost(rows: int) -> int:
+            return sum(min(table * row, size(table, rows)) for table in tables)
+
+        highest = min(2**40, ceil(max(tables) / LOAD))
+        rows = highest_level(cost, highest, budget.size, cls.kind())
+        return [
+            None if table * row <= size(table, rows) else {"rows": max(rows, 1)} for table in tables
+        ]
+
+    # Moving and loading may replace the parameter ----------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        follow_ids(self.weight)
+        return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        follow_ids(self.weight)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        follow_ids(self.weight)
+
+
+def _rows_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) -> list[int]:
+    """Ids that have a row in each table, at most as many as it takes for all to fit.
+
+    Raises:
+        ValueError: none, or not one for each table, or none where the number of ids is unknown.
+    """
+    tables = len(num_embeddings)
+    each = [rows] * tables if rows is None or isinstance(rows, int) else list(rows)
+    if len(each) != tables or any(own is not None and own < 1 for own in each):
+        raise ValueError(
+            f"dynamic rows is {rows}: set --dynamic.rows to 1 or more; in code it may be a list of "
+            f"one for each of the {tables} tables"
+        )
+    found = []
+    for known, own in zip(num_embeddings, each, strict=True):
+        if known == ANY_ID and own is None:
+            raise ValueError(
+                "the number of ids is unknown, as they are hashed texts: set --dynamic.rows to the "
+                "ids of a table that have a row at a time"
+            )
+        most = None if known == ANY_ID else ceil(known / LOAD)
+        found.append(min(value for value in (own, most) if value is not None))
+    return found
+
+
+def _shared(slots: int, shared: int | None) -> int:
+    """Shared rows of a table with so many slots."""
+    return max(1, slots // LANES) if shared is None else shared

@@ -1,0 +1,262 @@
+"""An index from ids of 64 bits to slots, which admits, places and evicts ids in a training step.
+
+Each table has buckets of its own, of 32 slots. An id may be in two of them, which its hash chooses:
+so at 0.9 of the capacity one id in 200,000 does not fit. A look-up reads the ids of one bucket, or
+of both. A slot is 8 bytes for the id and 4 for its score (:mod:`dlrm.kernels.dynamic.scores`).
+
+The new ids of a step are placed in a few rounds. In each, an id chooses the emptier of its buckets
+as they were before the round, and the ids of a bucket get its slots in ascending order: half of the
+empty ones, so that many new ids fill buckets evenly; and in the last round any of them. No slot
+that this step uses is taken. So the result depends neither on the order of the look-ups nor on
+threads.
+
+An id without a slot, because it waits for admission, was evicted, or found both buckets full of ids
+of the same step, is never given the slot of another one. Its look-ups are counted.
+
+Bytes that a look-up must read: 8 for each slot of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix, scale, shift
+from dlrm.kernels.dynamic.scores import KEPT, Eviction, Now, priority, used
+
+LANES = 32  # slots of a bucket
+ROUNDS = 5  # of a step: if many new ids come to a table at once, 1 in 10,000 finds no room at 0.85
+EMPTY = GOLDEN.value  # stands for no id; the id of this number never gets a slot
+NAMES = ("found", "inserted", "evicted", "waiting", "not_placed")
+"""What an index counts: look-ups of ids with a slot; ids that came, and that left; look-ups of ids
+that wait for admission, and of ids for which there was no slot."""
+SEED = 0x5851F42D4C957F2D  # of the draw of an admission by chance
+
+
+class Admission(NamedTuple):
+    """Which new ids get a slot."""
+
+    after: int = 1
+    """From which occurrence on, counting look-ups."""
+    chance: float = 1.0
+    """And with which probability in each step."""
+
+    @property
+    def limit(self) -> int:
+        """The chance as a limit on 32 random bits."""
+        return round(self.chance * 2**32)
+
+
+class SlotIndex(NamedTuple):
+    """The ids of the slots of several tables; all tensors are changed in place."""
+
+    ids: Tensor
+    """Id of each slot, ``[slots]`` int64; :data:`EMPTY` for none."""
+    scores: Tensor
+    """``[slots]`` int32."""
+    first: Tensor
+    """First bucket of each table, ``[F]`` int64."""
+    buckets: Tensor
+    """Number of its buckets, ``[F]`` int64."""
+    time: Tensor
+    """Number of the step, from 1; the clock; and its ticks for each step, ``[3]`` int64."""
+    sketch: Tensor
+    """Counts of ids without a slot, ``[cells]`` int32, a power of two."""
+    counts: Tensor
+    """Of :data:`NAMES`, ``[5]`` int64."""
+    eviction: Eviction
+    admission: Admission
+
+    @classmethod
+    def empty(
+        cls,
+        slots: Sequence[int],
+        eviction: Eviction | None = None,
+        admission: Admission | None = None,
+        device: torch.device | None = None,
+    ) -> Self:
+        """An index of tables with at least so many ``slots`` each.
+
+        Args:
+            slots: of each table, 1 or more; they are rounded up to whole buckets.
+            eviction, admission: by default that of each class.
+            device: of the tensors; by default that of PyTorch.
+        """
+        admission = admission or Admission()
+        buckets = [buckets_for(own) for own in slots]
+        total = LANES * sum(buckets)
+        cells = 1 << (total.bit_length() - 1) if admission.after > 1 else 2
+        sizes = torch.tensor(buckets, device=device)
+        return cls(
+            ids=torch.full((total,), EMPTY, device=device),
+            scores=torch.zeros(total, dtype=torch.int32, device=device),
+            first=sizes.cumsum(0) - sizes,
+            buckets=sizes,
+            time=torch.tensor([0, 0, 1], device=device),
+            sketch=torch.zeros(cells, dtype=torch.int32, device=device),
+            counts=torch.zeros(len(NAMES), dtype=torch.int64, device=device),
+            eviction=eviction or Eviction(),
+            admission=admission,
+        )
+
+    @property
+    def now(self) -> Now:
+        """The time of the current step."""
+        return Now(self.time[0], self.time[1])
+
+
+class Placed(NamedTuple):
+    """The slots of look-ups, and the slots that have new ids."""
+
+    slots: Tensor
+    """Slot of each look-up, ``[n]`` int64; -1 for none."""
+    fresh: Tensor
+    """Slots whose ids came in this step, int64; what lies beyond ``arrived`` is undefined."""
+    arrived: Tensor
+    """Number of these, ``[1]`` int32."""
+
+
+def buckets_for(slots: int) -> int:
+    """Number of buckets with at least so many slots."""
+    return -(-slots // LANES)
+
+
+def buckets_of(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
+    """The two buckets that ids ``[n]`` of ``tables [n]`` may be in, ``[n, 2]``."""
+    key, first, size = mix(ids), index.first[tables], index.buckets[tables]
+    one = scale(key, size)
+    other = one + 1 + scale(shift(key, 32), size - 1)  # another one, if there are several
+    return torch.stack([first + one, first + torch.where(other < size, other, other - size)], 1)
+
+
+def find_torch(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
+    """The slots of ids ``[n]`` of ``tables [n]``, ``[n]`` int64; -1 for ids without one."""
+    choices = buckets_of(index, tables, ids)
+    match = index.ids.view(-1, LANES)[choices] == ids[:, None, None]  # [n, 2, LANES]
+    lane, found = match.int().max(2).indices, match.any(2)
+    slots = torch.where(found, choices * LANES + lane, -1).amax(1)
+    return slots.where(ids != EMPTY, -1)
+
+
+def begin_step(index: SlotIndex) -> None:
+    """Advance the step and the clock, and halve a part of the counts of ids without a slot."""
+    index.time[0] += 1
+    index.time[1] += index.time[2]
+    if index.admission.after > 1:  # each once in a half-life
+        cells = len(index.sketch)
+        part = -(-cells // index.eviction.half_life)
+        at = torch.arange(part, device=index.sketch.device) + index.time[0] * part
+        at &= cells - 1
+        index.sketch[at] = index.sketch[at] >> 1
+
+
+def place_torch(
+    index: SlotIndex, tables: Tensor, ids: Tensor, live: Tensor | None = None
+) -> Placed:
+    """Find ids, and place those that are new, in PyTorch; the step has begun.
+
+    Args:
+        index: the index; changed in place.
+        tables: table of each look-up, ``[n]`` int64.
+        ids: ``[n]`` int64.
+        live: bool ``[n]``, which of them are look-ups; None: all.
+    """
+    slots = find_torch(index, tables, ids)
+    if live is not None:
+        slots = slots.where(live, -1)
+    known = slots[slots >= 0]
+    score = index.scores[known].long()
+    index.scores[known] = used(score, index.now, index.eviction).int()
+
+    # The new ids, each once, in ascending order, and how often each is looked up.
+    missing = slots < 0 if live is None else (slots < 0) & live
+    at = missing.nonzero()[:, 0]
+    new, order = ids[at].sort(stable=True)
+    owners, by_table = tables[at][order].sort(stable=True)
+    at, new = at[order][by_table], new[by_table]
+    first = torch.ones_like(new, dtype=torch.bool)
+    first[1:] = (new.diff() != 0) | (owners.diff() != 0)
+    uses = torch.zeros_like(new).index_add_(0, first.cumsum(0) - 1, torch.ones_like(new))
+    number = first.cumsum(0) - 1
+    new, owners = new[first], owners[first]
+    uses = uses[: len(new)]
+
+    admitted = _admit(index, owners, new, uses) & (new != EMPTY)
+    placed = torch.full_like(new, -1)
+    fresh = _take(index, owners[admitted], new[admitted])
+    placed[admitted] = fresh
+
+    slots[at] = placed[number]
+    waiting = uses[~admitted & (new != EMPTY)].sum()
+    index.counts[0] += len(known)
+    index.counts[3] += waiting
+    index.counts[4] += uses[placed < 0].sum() - waiting
+    fresh = fresh[fresh >= 0]
+    return Placed(slots, fresh, torch.tensor([len(fresh)], dtype=torch.int32, device=ids.device))
+
+
+def _admit(index: SlotIndex, tables: Tensor, ids: Tensor, uses: Tensor) -> Tensor:
+    """Which new ids get a slot, after counting their look-ups."""
+    admission, key = index.admission, mix(ids)
+    admitted = torch.ones_like(ids, dtype=torch.bool)
+    if admission.after > 1:
+        key, half = key ^ mix(tables + 1), len(index.sketch) // 2
+        cells = torch.stack([key & (half - 1), half + (shift(key, 32) & (half - 1))])
+        for own in cells:
+            index.sketch.index_add_(0, own, uses.int())
+        admitted &= index.sketch[cells].amin(0) >= admission.after
+    if admission.chance < 1:
+        draw = mix(mix(ids ^ SEED) + tables + index.time[0] * GOLDEN.value)
+        admitted &= (draw & LOW.value) < admission.limit
+    return admitted
+
+
+def _take(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
+    """Give slots to admitted ids; returns the slot of each, -1 for none."""
+    slots = torch.full_like(ids, -1)
+    choices = buckets_of(index, tables, ids)
+    for number in range(ROUNDS):
+        last = number == ROUNDS - 1
+        wanting = (slots < 0).nonzero()[:, 0]
+        if len(wanting):
+            slots[wanting] = _take_round(index, choices[wanting], ids[wanting], last=last)
+    return slots
+
+
+def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -> Tensor:
+    """One round: half of the empty slots of a bucket or, in the ``last`` one, any slots."""
+    held, scores = index.ids.view(-1, LANES), index.scores.view(-1, LANES)
+
+    def order(buckets: Tensor) -> Tensor:
+        score = scores[buckets].long()
+        return priority(score, held[buckets] == EMPTY, index.now, index.eviction)
+
+    # The bucket with more empty slots or, if both are full, with the slot to take first.
+    both = order(choices)  # [n, 2, LANES]
+    room, best = (both < 0).sum(2), both.amin(2)
+    second = torch.where(room.any(1), room[:, 1] > room[:, 0], best[:, 1] < best[:, 0])
+    bucket = choices.gather(1, second.long()[:, None])[:, 0]
+
+    # The new ids of each bucket in ascending order, next to its slots in the order they are taken.
+    by_id = ids.argsort(stable=True)
+    sorted_bucket, by_bucket = bucket[by_id].sort(stable=True)
+    own = by_id[by_bucket]
+    touched, number = sorted_bucket.unique_consecutive(return_inverse=True)
+    begin = torch.searchsorted(sorted_bucket, touched)
+    rank = torch.arange(len(own), device=ids.device) - begin[number]
+    values, lanes = order(touched).sort(dim=1, stable=True)
+    lane = rank.clamp(max=LANES - 1)
+    most = LANES if last else ((values < 0).sum(1)[number] + 1) // 2
+    fits = (rank < most) & (values[number, lane] < KEPT.value)
+
+    own, slot = own[fits], (sorted_bucket * LANES + lanes[number, lane])[fits]
+    index.counts[1] += len(slot)
+    index.counts[2] += (index.ids[slot] != EMPTY).sum()
+    index.ids[slot] = ids[own]
+    index.scores[slot] = used(torch.zeros_like(slot), index.now, index.eviction).int()
+    slots = torch.full_like(ids, -1)
+    slots[own] = slot
+    return slots

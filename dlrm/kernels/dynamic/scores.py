@@ -1,0 +1,126 @@
+"""Scores of slots: which of them is the first to lose its id.
+
+A score has 31 bits. The low 8 are the number of the step that last used the slot, modulo 256: slots
+of this very step are not evicted, and one is counted once a step. (In one step of 256 a slot that
+was not used counts as used, by chance.) The other 23 bits are a *value*:
+
+- ``lfu``: 13 bits for the period of the last use and 10 for the number of steps that used the slot,
+  which halves from period to period.
+- ``lru`` and ``age``: the clock at the last use.
+- ``score``: the clock at the last use, and the slot with the lowest one is evicted, where ``lru``
+  evicts that of the longest time. So whoever sets the clock gives a score to the ids of a step.
+
+All arithmetic is in integers: a CPU and a GPU evict the same ids.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm.kernels import tl, triton
+
+RULES = ("lfu", "lru", "age", "score")
+TAG = tl.constexpr(0xFF)
+VALUE = tl.constexpr((1 << 23) - 1)
+PERIOD = tl.constexpr((1 << 13) - 1)
+COUNT = tl.constexpr((1 << 10) - 1)
+KEPT = tl.constexpr(2**30)
+"""The priority of a slot that must keep its id."""
+
+
+class Eviction(NamedTuple):
+    """How ids are chosen that lose their rows."""
+
+    rule: str = "lfu"
+    """One of :data:`RULES`."""
+    half_life: int = 1000
+    """lfu: steps after which a count halves."""
+    age: int = 0
+    """age: only ids unused for so many ticks of the clock, which is the step by default."""
+
+
+class Now(NamedTuple):
+    """The time of a step, 0-d int64 tensors."""
+
+    step: Tensor
+    clock: Tensor
+
+
+def used(score: Tensor, now: Now, eviction: Eviction) -> Tensor:
+    """The scores of slots after a use in this step, int64; 0 is that of an empty slot before."""
+    step, value = now.step, now.clock & VALUE.value
+    if eviction.rule == "lfu":
+        period = step // eviction.half_life
+        count = _count(score >> 8, period)
+        value = ((period & PERIOD.value) << 10) | (count + 1).clamp(max=COUNT.value)
+    fresh = (value << 8) | (step & TAG.value)
+    counted = ((score & TAG.value) == (step & TAG.value)) & (score > 0)
+    return torch.where(counted, score, fresh)
+
+
+def priority(score: Tensor, empty: Tensor, now: Now, eviction: Eviction) -> Tensor:
+    """The order in which slots are taken, lowest first, int64: empty ones are -1."""
+    value = score >> 8
+    if eviction.rule == "lfu":  # of equal counts the one that was not used for longest
+        period = now.step // eviction.half_life
+        elapsed = (period - (value >> 10)) & PERIOD.value
+        order = (_count(value, period) << 13) | (PERIOD.value - elapsed)
+    elif eviction.rule == "score":
+        order = value
+    else:
+        elapsed = (now.clock - value) & VALUE.value
+        order = VALUE.value - elapsed
+        if eviction.rule == "age":
+            order = torch.where(elapsed >= eviction.age, order, KEPT.value)
+    kept = (score & TAG.value) == (now.step & TAG.value)
+    return torch.where(empty, -1, torch.where(kept, KEPT.value, order))
+
+
+def _count(value: Tensor, period: Tensor) -> Tensor:
+    """The number of uses, halved for every period since the last one."""
+    elapsed = (period - (value >> 10)) & PERIOD.value
+    return (value & COUNT.value) >> elapsed.clamp(max=15)
+
+
+# In kernels -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _count_triton(value, period):
+    elapsed = (period - (value >> 10)) & PERIOD
+    return (value & COUNT) >> tl.minimum(elapsed, 15)
+
+
+@triton.jit
+def used_triton(score, step, clock, EVICTION: tl.constexpr):
+    """:func:`used`, of int32 scores."""
+    value = (clock & VALUE).to(tl.int32)
+    if EVICTION.rule == "lfu":
+        period = (step // EVICTION.half_life & PERIOD).to(tl.int32)
+        count = tl.minimum(_count_triton(score >> 8, period) + 1, COUNT)
+        value = (period << 10) | count
+    tag = (step & TAG).to(tl.int32)
+    counted = ((score & TAG) == tag) & (score > 0)
+    return tl.where(counted, score, (value << 8) | tag)
+
+
+@triton.jit
+def priority_triton(score, empty, step, clock, EVICTION: tl.constexpr):
+    """:func:`priority`, of int32 scores."""
+    value = score >> 8
+    if EVICTION.rule == "lfu":
+        period = (step // EVICTION.half_life & PERIOD).to(tl.int32)
+        elapsed = (period - (value >> 10)) & PERIOD
+        order = (_count_triton(value, period) << 13) | (PERIOD - elapsed)
+    elif EVICTION.rule == "score":
+        order = value
+    else:
+        elapsed = ((clock & VALUE).to(tl.int32) - value) & VALUE
+        order = VALUE - elapsed
+        if EVICTION.rule == "age":
+            order = tl.where(elapsed >= EVICTION.age, order, KEPT)
+    kept = (score & TAG) == (step & TAG).to(tl.int32)
+    return tl.where(empty, -1, tl.where(kept, KEPT, order))

@@ -1,0 +1,198 @@
+"""Rows that belong to the ids that occur."""
+
+import copy
+
+import pytest
+import torch
+
+from dlrm.embeddings import build
+from dlrm.embeddings.common.budget import Budget
+from dlrm.embeddings.dynamic import ANY_ID, Dynamic
+from dlrm.kernels.dynamic.index import EMPTY, LANES
+from dlrm.kernels.update.rules import OPTIONS
+from dlrm.optim import RowOptimizer
+from dlrm.utils.bags import Bags
+
+
+def step(group, optimizer, ids, factor=1.0):
+    out = group(ids)
+    (factor * out).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return out.detach()
+
+
+def bags_of(generator, sizes, batch):
+    lengths = torch.randint(4, (len(sizes) * batch,), generator=generator)
+    tables = torch.arange(len(sizes)).repeat_interleave(batch).repeat_interleave(lengths)
+    ids = (torch.rand(len(tables), generator=generator) * torch.tensor(sizes)[tables]).long()
+    return Bags(ids, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+
+
+@pytest.mark.parametrize("rule", sorted(OPTIONS))
+@pytest.mark.parametrize("bags", [False, True])
+def test_it_trains_as_dense_to_the_bit(rule, bags):
+    sizes, generator = [300, 5, 1], torch.Generator().manual_seed(0)
+    dense, dynamic = build("dense", sizes, 8), build("dynamic", sizes, 8)
+    dynamic.load_dense([dense.to_dense(table) for table in range(3)])
+    optimizers = [RowOptimizer(group.parameters(), rule, lr=0.1) for group in (dense, dynamic)]
+    for _ in range(5):
+        ids = torch.stack([torch.randint(rows, (40,), generator=generator) for rows in sizes])
+        ids = bags_of(generator, sizes, 40) if bags else ids
+        found = [step(*each, ids) for each in zip((dense, dynamic), optimizers, strict=True)]
+        assert torch.equal(*found)
+    assert torch.equal(dense.to_dense(0), dynamic.to_dense(0))
+    assert dynamic.id_counts()["inserted"] == 0
+
+
+@pytest.mark.parametrize("dtype", [None, "int8", "int4", torch.bfloat16])
+def test_a_row_is_reset_with_its_state_when_another_id_gets_it(dtype):
+    packed = dtype if isinstance(dtype, str) else None
+    group = Dynamic([ANY_ID], 6, rows=1, shared=1, evict="lru", dtype=packed)
+    group = group.bfloat16() if dtype is torch.bfloat16 else group
+    optimizer = RowOptimizer(group.parameters(), "adam", lr=0.1)
+    first = torch.arange(LANES)[None]
+    start = step(group, optimizer, first)  # fills the table
+    trained = group(first.clone()).detach()
+    assert not torch.equal(trained, start)
+
+    new = step(group, optimizer, first + 1000)  # all others leave
+    assert group.id_counts()["evicted"] == LANES
+    fresh = copy.deepcopy(group)
+    again = step(group, optimizer, first)
+    assert torch.equal(again, start), "an id that comes back starts from its first row"
+    state = next(iter(optimizer.state.values()))
+    assert state["steps"].max() == 1
+    assert not torch.equal(new, start)
+    assert torch.equal(fresh(first + 1000)[:, 0], fresh.rows(0, first[0] + 1000))
+
+
+def test_looking_does_not_change_anything():
+    group = Dynamic([ANY_ID, 40], 4, rows=[40, 64])
+    group(torch.randint(-(2**63), 2**63 - 1, (2, 30)))
+    before = copy.deepcopy(group.state_dict())
+    ids = torch.randint(-(2**63), 2**63 - 1, (2, 100))
+    with torch.no_grad():
+        group(ids)
+    group.eval()(ids)
+    group.train().rows(0, ids)
+    after = group.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_ids_without_a_row_share_few_of_their_table():
+    group = Dynamic([ANY_ID, ANY_ID], 4, rows=64, shared=3).eval()
+    found = group(torch.arange(500).expand(2, 500))
+    rows = [set(map(tuple, found[:, table].tolist())) for table in range(2)]
+    assert [len(each) for each in rows] == [3, 3]
+    assert not rows[0] & rows[1]
+
+
+@pytest.mark.parametrize(("admit", "chance"), [(3, 1.0), (1, 0.3)])
+def test_new_ids_wait_for_admission(admit, chance):
+    group = Dynamic([ANY_ID], 4, rows=1000, admit=admit, chance=chance)
+    ids = torch.arange(200)[None]
+    inserted = []
+    for _ in range(4):
+        group(ids)
+        inserted.append(group.id_counts()["inserted"])
+    counts = group.id_counts()
+    assert counts["waiting"] + counts["found"] + inserted[-1] == 800
+    if admit == 3:  # a few by chance earlier, as counts may be too high
+        assert inserted[1] < 60
+        assert inserted[2] == inserted[3] == 200
+    else:
+        assert 30 < inserted[0] < 90 < inserted[2] < 180
+    group(torch.zeros(1, 5, dtype=torch.int64))  # five times in one step
+    assert group.id_counts()["inserted"] >= inserted[-1]
+
+
+def test_ids_that_find_no_room_are_counted_and_share_rows():
+    group = Dynamic([ANY_ID], 4, rows=1, shared=1)
+    ids = torch.cat([torch.arange(LANES + 10), torch.tensor([EMPTY])])[None]
+    out = group(ids)
+    counts = group.id_counts()
+    assert counts == {
+        "found": 0, "inserted": LANES, "evicted": 0, "waiting": 0, "not_placed": 11,
+    }  # fmt: skip
+    without = (group.local_rows(torch.zeros(1, dtype=torch.int64), ids)[0] == 0).nonzero()[:, 0]
+    assert len(without) == 11
+    assert len(out[without, 0].unique(dim=0)) == 1
+
+
+def test_a_user_gives_the_score():
+    group = Dynamic([ANY_ID], 4, rows=1, evict="score")
+    for score, begin in ((5, 0), (9, 16), (7, 100)):
+        group.set_clock(score)
+        group(torch.arange(begin, begin + 16)[None])
+    group.set_clock(1)
+    group(torch.arange(200, 216)[None])  # in place of those of score 7, as 5 left before
+    held = set(group.index.ids.tolist())
+    assert held == {*range(16, 32), *range(200, 216)}
+
+
+def test_two_runs_are_equal_and_a_restored_one_continues():
+    torch.manual_seed(0)
+    batches = [(torch.rand(2, 64) ** 3 * 300).long() - 20 for _ in range(12)]
+
+    def run(group, optimizer, batches):
+        return [step(group, optimizer, ids) for ids in batches]
+
+    def make():
+        torch.manual_seed(1)
+        group = Dynamic([ANY_ID, 300], 4, rows=60, admit=2, half_life=3)
+        return group, RowOptimizer(group.parameters(), "adam", lr=0.1)
+
+    whole, again, parts = run(*make(), batches), run(*make(), batches), make()
+    assert all(map(torch.equal, whole, again))
+    run(*parts, batches[:6])
+    restored = make()
+    for new, old in zip(restored, parts, strict=True):
+        new.load_state_dict(copy.deepcopy(old.state_dict()))
+    assert all(map(torch.equal, whole[6:], run(*restored, batches[6:])))
+
+
+def test_hot_ids_stay_where_others_come_and_go():
+    group = Dynamic([ANY_ID], 4, rows=64, half_life=20)
+    hot = torch.arange(40)
+    for number in range(60):
+        group(torch.cat([hot, torch.arange(40) + 100 * (number + 1)])[None])
+    kept = torch.isin(hot, group.index.ids)
+    assert kept.float().mean() > 0.9
+    for number in range(200):  # and leave when they are used no more
+        group((torch.arange(20) + 10**6 + number % 10)[None].repeat(1, 2))
+        group((torch.arange(40) + 10**7 + 50 * number)[None])
+    assert torch.isin(hot, group.index.ids).float().mean() < 0.1
+
+
+def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told():
+    group = Dynamic([10, 1000, ANY_ID], 4, rows=500)
+    assert group.num_slots == (32, 512, 512)
+    state = group.state_dict()
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert sum(sum(table.values()) for table in group.footprint()) == size
+    with pytest.raises(ValueError, match=r"number of ids is unknown.*set --dynamic\.rows"):
+        Dynamic([ANY_ID], 4)
+    with pytest.raises(ValueError, match="hashed texts: there is no dense table"):
+        group.to_dense(2)
+    found = Dynamic.for_budget(Budget([ANY_ID, 20], 4, 100_000))
+    assert found[1] is None
+    group = Dynamic([ANY_ID], 4, **found[0])
+    assert 95_000 < sum(group.footprint()[0].values()) <= 100_000 - 20 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evict": "mru"}, "evict is 'mru'; set --dynamic.evict to one of lfu, lru, age, score"),
+        ({"rows": 0}, "rows is 0: set --dynamic.rows to 1 or more"),
+        ({"rows": [5, 5]}, "a list of one for each of the 1 tables"),
+        ({"shared": 0}, "shared is 0; set --dynamic.shared to 1 or more"),
+        ({"half_life": 0}, "half_life is 0; set --dynamic.half_life"),
+        ({"chance": 0.0}, "chance is 0.0, it must be above 0, at most 1"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        Dynamic([100], 4, **options)

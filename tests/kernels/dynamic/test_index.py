@@ -1,0 +1,146 @@
+"""An index of ids against a plain Python dictionary, and the kernels against PyTorch."""
+
+import random
+
+import pytest
+import torch
+
+from dlrm.kernels.dynamic.index import (
+    EMPTY,
+    LANES,
+    NAMES,
+    ROUNDS,
+    SlotIndex,
+    begin_step,
+    buckets_of,
+    find_torch,
+    place_torch,
+)
+from dlrm.kernels.dynamic.scores import Eviction
+
+EDGES = [0, 1, -1, 2**63 - 1, -(2**63), EMPTY, 2**32, -(2**32)]
+
+
+class Oracle:
+    """What an index is meant to do, id by id, in plain Python."""
+
+    def __init__(self, index):
+        self.eviction, self.after = index.eviction, index.admission.after
+        self.slots = {}  # table, id: slot
+        self.owners = {}  # slot: table, id
+        self.uses = {}  # slot: for lfu the period of the last step, and the number of steps
+        self.last = {}  # slot: the clock at the last step that used it
+        self.tags = {}  # slot: the last step that used it, modulo 256
+        self.step, self.counts = 0, dict.fromkeys(NAMES, 0)
+
+    def touch(self, slot, clock):
+        period = self.step // self.eviction.half_life
+        before, number = self.uses.get(slot, (period, 0))
+        if self.tags.get(slot) != self.step % 256:
+            number = min((number >> min(period - before, 15)) + 1, 1023)
+            self.uses[slot], self.last[slot] = (period, number), clock
+        self.tags[slot] = self.step % 256
+
+    def order(self, slot, clock):
+        """The order in which slots of a bucket are taken; None for never."""
+        if slot not in self.owners:
+            return (-1, 0, slot)
+        if self.tags[slot] == self.step % 256:
+            return None
+        if self.eviction.rule == "lfu":
+            before, number = self.uses[slot]
+            now = self.step // self.eviction.half_life
+            return (number >> min(now - before, 15), before, slot)
+        if self.eviction.rule == "age" and clock - self.last[slot] < self.eviction.age:
+            return None
+        return (0, self.last[slot], slot)
+
+    def place(self, tables, ids, choices, clock):
+        self.step += 1
+        keys = list(zip(tables, ids, strict=True))
+        for key in keys:
+            if key in self.slots:
+                self.counts["found"] += 1
+                self.touch(self.slots[key], clock)
+
+        new = set(keys) - self.slots.keys()
+        new = {key for key in new if key[1] != EMPTY}
+        choices = dict(zip(keys, choices, strict=True))
+        for number in range(ROUNDS):
+            self.place_round({key: choices[key] for key in new - self.slots.keys()}, clock, number)
+        fresh = new & self.slots.keys()
+        self.counts["not_placed"] += sum(key not in self.slots for key in keys)
+        return [self.slots.get(key, -1) for key in keys], fresh
+
+    def place_round(self, choices, clock, number):
+        last = number == ROUNDS - 1
+
+        # Buckets are chosen before anything changes.
+        wanted = {}
+        for key, pair in choices.items():
+            (room, best), (other_room, other_best) = map(self.state, pair, [clock] * 2)
+            second = other_room > room if room or other_room else other_best < best
+            wanted.setdefault(pair[second], []).append(key)
+
+        for bucket, keys in wanted.items():
+            slots = range(bucket * LANES, (bucket + 1) * LANES)
+            free = sorted(order for slot in slots if (order := self.order(slot, clock)))
+            if not last:
+                free = [order for order in free if order[0] == -1]
+                free = free[: (len(free) + 1) // 2]
+            keys = sorted(keys, key=lambda key: key[1])
+            for key, (_, _, slot) in zip(keys, free, strict=False):
+                if slot in self.owners:
+                    del self.slots[self.owners[slot]]
+                    self.counts["evicted"] += 1
+                self.slots[key], self.owners[slot] = slot, key
+                self.uses.pop(slot, None)
+                self.tags.pop(slot, None)
+                self.touch(slot, clock)
+                self.counts["inserted"] += 1
+
+    def state(self, bucket, clock):
+        """The empty slots of a bucket, and the order of the first one to take."""
+        slots = range(bucket * LANES, (bucket + 1) * LANES)
+        orders = [order for slot in slots if (order := self.order(slot, clock))]
+        best = min((order[:2] for order in orders), default=(2**40, 0))
+        return sum(order[0] == -1 for order in orders), best
+
+
+def ids_of(rng, step, kind):
+    """Ids of a step: of a power law, drifting, all new, or one that is repeated."""
+    number = rng.choice([0, 1, 3, 40])
+    if kind == "new":
+        return [rng.getrandbits(64) - 2**63 for _ in range(number)]
+    if kind == "one":
+        return [rng.choice(EDGES)] * number
+    drift = step // 50 * 10
+    return [
+        rng.choice(EDGES) if rng.random() < 0.02 else int(200 * rng.random() ** 3) + drift
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["lfu", "lru", "age", "score"])
+@pytest.mark.parametrize("steps", [400, pytest.param(25_000, marks=pytest.mark.slow)])
+def test_it_is_a_dictionary(rule, steps):
+    rng = random.Random(rule)
+    index = SlotIndex.empty([1, 70, 100], Eviction(rule, half_life=37, age=9))
+    oracle = Oracle(index)
+    for step in range(steps):
+        ids = ids_of(rng, step, rng.choice(["law", "law", "law", "new", "one"]))
+        tables = [rng.randrange(3) for _ in ids]
+        where = torch.tensor(tables, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64)
+        if rule == "score":
+            index.time[1:] = torch.tensor([rng.randrange(50), 0])
+        begin_step(index)
+        choices = buckets_of(index, *where).tolist()
+        placed = place_torch(index, *where)
+        expected, fresh = oracle.place(tables, ids, choices, int(index.time[1]))
+        assert placed.slots.tolist() == expected
+        assert {(int(index.ids[slot])) for slot in placed.fresh} == {key[1] for key in fresh}
+        assert find_torch(index, *where).tolist() == expected
+    assert dict(zip(NAMES, index.counts.tolist(), strict=True)) == oracle.counts
+    held = {slot: key[1] for slot, key in oracle.owners.items()}
+    assert {s: i for s, i in enumerate(index.ids.tolist()) if i != EMPTY} == held
+    assert oracle.counts["evicted"] > steps / 100
