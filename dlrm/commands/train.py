@@ -269,7 +269,6 @@ class Run:
         with self.clock.part("checkpoint"):
             self.checkpoints.writer.wait()
         final |= self.progress.fitted | self._sizes() | self.clock.total()
-        final |= self.model.sparse_arch.id_counts()
         final |= profiling.peak_memory(self.step.device) | self.checkpoints.writer.costs()
 
         self.tracker.log(self.steps, final)

@@ -115,9 +115,12 @@ def negatives(split: Split, rows: int) -> str:
 
 
 def embedding_sizes(model: DLRM, optimizer_bytes: int) -> dict[str, float]:
-    """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out."""
+    """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out; and what
+    became of the ids of dynamic tables.
+    """
     sizes = model.sparse_arch.sizes() | {"optimizer_bytes": float(optimizer_bytes)}
-    return {f"embeddings/{name}": size for name, size in sizes.items()}
+    named = {f"embeddings/{name}": size for name, size in sizes.items()}
+    return named | model.sparse_arch.id_counts()
 
 
 def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
