@@ -2,12 +2,14 @@
 
 from itertools import pairwise
 from math import prod
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
-from dlrm.distributed.planner import SHARDING_TYPES, imbalance, plan_shards, shard_rows
+from dlrm.config.schema import ShardingType
+from dlrm.distributed.planner import imbalance, plan_shards, shard_rows
 from dlrm.embeddings import EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import Budget, highest_level, max_rows, split_by_rows
 from dlrm.embeddings.common.factorization import MAX_PADDING, factorize_dim, factorize_rows
@@ -107,7 +109,7 @@ def test_factors_of_a_dim_are_exact(dim, d):
 def plans(draw):
     """Tables, ranks and sharding types."""
     tables = draw(st.lists(st.integers(1, 300), min_size=1, max_size=6))
-    types = [draw(st.sampled_from(SHARDING_TYPES)) for _ in tables]
+    types = [draw(st.sampled_from(get_args(ShardingType))) for _ in tables]
     loads = [draw(st.floats(0, 1e6)) for _ in tables]
     return tables, draw(st.integers(1, 40)), draw(st.integers(1, 9)), types, loads
 

@@ -61,10 +61,6 @@ class Batch:
         """The batch on ``device``; the copy is asynchronous if this one is pinned."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
-        """A copy in page-locked memory, from which copies to a GPU overlap with compute."""
-        return self.map(Tensor.pin_memory)
-
     def clone(self) -> Batch:
         """A contiguous copy."""
         return self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dlrm.utils.messages import did_you_mean, printable
+from dlrm.utils.messages import printable
 
-SHARDING_TYPES = ("auto", "replicate", "table", "row", "column")
 NARROW = 16  # columns: fewer cost as much, since a memory transaction has 32 or 64 bytes
 BALANCED = 1.25  # an imbalance below which no further table is split: splitting costs copies
 
@@ -134,7 +133,8 @@ def plan_shards(
         num_embeddings: rows of each table.
         embedding_dim: length of a row.
         ranks: number of ranks.
-        sharding_types: one of ``SHARDING_TYPES`` for each table; a replicated table has no shards.
+        sharding_types: of each table: auto, replicate, table, row or column; a replicated table has
+            no shards.
         loads: look-ups of each table, in any unit; equal by default.
         page: rows of a page; row-wise shards begin at multiples of it.
         room: see :func:`imbalance`.
@@ -142,13 +142,7 @@ def plan_shards(
 
     Returns:
         The shards, ordered by table.
-
-    Raises:
-        ValueError: an unknown sharding type.
     """
-    for name in sharding_types:
-        if name not in SHARDING_TYPES:
-            raise ValueError(f"unknown sharding type {name!r}{did_you_mean(name, SHARDING_TYPES)}")
     loads = [1.0] * len(sharding_types) if loads is None else loads
     size = dict(enumerate(num_embeddings))
 

@@ -17,9 +17,7 @@ from dlrm.distributed.peer_memory import on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
 from dlrm.kernels.update.packed import BITS
-from dlrm.utils.messages import did_you_mean
 
-EXCHANGES = ("auto", "peers", "collective")
 # Number of weights from which a table is sharded by default: 12,000 rows of dim 128, or 96,000 of
 # dim 16. Measured on four H200: a step of the Terabyte model takes 4.51 ms if tables are sharded
 # from 12,000 rows, and 4.86 from 50,000; a step of the Kaggle model with tt takes 1.74 ms with one
@@ -65,7 +63,7 @@ def make_sharding_plan(
         counts: returns the number of occurrences of each id of each table; called only if tables
             are sharded. None if every table is looked up once per sample.
         rule: rule of the optimizer of the embeddings, one of ``dlrm.kernels.update.rules.RULES``.
-        by: sharding type, one of ``planner.SHARDING_TYPES``.
+        by: sharding type: auto, replicate, table, row or column.
         tables: sharding types of single tables by name.
         threshold: replicate dense tables with fewer rows; None: with fewer than ``LARGE`` weights.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
@@ -75,7 +73,7 @@ def make_sharding_plan(
         None if nothing is sharded: with one process, or if all tables are replicated.
 
     Raises:
-        ValueError: a name, sharding type or exchange is unknown; a table's kind, optimizer rule or
+        ValueError: the name of a table is unknown; a table's kind, optimizer rule or
             type does not allow its sharding type; pages have devices; or processes can't access
             each other.
     """
@@ -166,8 +164,6 @@ def _check_devices(world: World, plan: Sequence[tuple[str, Mapping[str, Any]]]) 
 
 
 def _check_exchange(world: World, exchange: str) -> None:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"unknown exchange {exchange!r}{did_you_mean(exchange, EXCHANGES)}")
     if exchange == "peers" and not on_one_host(world):
         raise ValueError(
             "--sharding.exchange peers needs all processes on one host, these are on several: use "

@@ -102,16 +102,8 @@ def export_delta(
         rows = sum(len(v) for n, v in changes.tensors.items() if n.startswith("row_numbers:"))
         note(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
 
-        changed_files = [
-            name
-            for name, digest in after["files"].items()
-            if name != WEIGHTS and before["files"].get(name) != digest
-        ]
-        for name in changed_files:
-            (directory / FILES / name).parent.mkdir(parents=True, exist_ok=True)
-            (full / name).replace(directory / FILES / name)
-        shutil.rmtree(full)
-        note(f"{FILES}/: {len(changed_files)} files that changed")
+        taken = _take_changed(full, directory / FILES, before["files"], after["files"])
+        note(f"{FILES}/: {len(taken)} files that changed")
 
         delta = {
             "format": FORMAT,
@@ -120,7 +112,7 @@ def export_delta(
             "changed_rows": rows,
             "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
             "tensors": changes.described,
-            "taken": changed_files,
+            "taken": taken,
             "rows": digest_of(directory / ROWS),
             "result": after,
             "result_sha256": hashlib.sha256(as_text(after).encode()).hexdigest(),
@@ -128,6 +120,18 @@ def export_delta(
         with atomic_write(directory / DELTA) as temporary:
             temporary.write_text(as_text(delta))
     return delta
+
+
+def _take_changed(
+    full: Path, target: Path, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+    """Move the files that changed, except the weights, out of a directory, which is removed."""
+    changed = [n for n, digest in after.items() if n != WEIGHTS and before.get(n) != digest]
+    for name in changed:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (full / name).replace(target / name)
+    shutil.rmtree(full)
+    return changed
 
 
 def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:

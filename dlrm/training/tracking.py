@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 from annotated_types import MinLen
@@ -158,12 +158,6 @@ class Tracker:
         with disk_full_names(self.path.parent):
             self._writer.close()
             self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def named(group: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -86,11 +86,6 @@ def test_ranks_without_a_table_count_in_the_imbalance_that_is_printed():
     assert total == "imbalance 2.00"
 
 
-def test_unknown_types_name_the_nearest():
-    with pytest.raises(ValueError, match="unknown sharding type 'colum', did you mean 'column'"):
-        plan_shards([10], 8, 2, sharding_types=["colum"])
-
-
 def test_where_there_is_room_tables_stay_whole_and_load_alone_counts():
     sizes, dim = [4000, 4000, 4000, 400, 40, 4], 64
     narrow = plan_shards(sizes, dim, 2, sharding_types=["auto"] * 6)

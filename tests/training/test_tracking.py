@@ -1,6 +1,7 @@
 import io
 import json
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -52,7 +53,7 @@ def test_tensorboard_opens_on_auc_and_log_loss(tmp_path):
         ],
         0.5,
     )
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(1, values)
     tags = sorted(events(tmp_path).Tags()["scalars"])
     assert len(tags) == len(values)
@@ -99,14 +100,14 @@ def test_hparams_has_the_options_that_differ_and_five_results(tmp_path):
 
 
 def test_the_overview_has_its_charts_in_order(tmp_path):
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(1, {"train/loss": 0.5, "val/auc": 0.7})
     read = events(tmp_path)
     layout = read.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     categories = [layout.index(category.encode()) for category in dashboards.OVERVIEW]
     assert categories == sorted(categories)
     assert b"^AUC/val" in layout
-    with Tracker(tmp_path, step=1):
+    with closing(Tracker(tmp_path, step=1)):
         pass
     assert len(events(tmp_path).Tensors("custom_scalars__config__")) == 1
 
@@ -124,7 +125,7 @@ def test_figures_become_images_of_a_run(tmp_path):
 
 
 def test_what_is_not_a_number_is_null_in_json(tmp_path):
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(1, {"test/auc": float("nan")})
         tracker.finish({"emb": "tt"}, {"test/auc": float("nan")})
     for name in ("metrics.jsonl", "result.json"):
@@ -134,7 +135,7 @@ def test_what_is_not_a_number_is_null_in_json(tmp_path):
 
 
 def test_of_two_new_runs_in_one_place_the_second_is_refused(tmp_path):
-    with Tracker(tmp_path) as first:
+    with closing(Tracker(tmp_path)) as first:
         first.log(1, {"train/loss": 1.0})
         with pytest.raises(ValueError, match="belongs to another run: choose another --name"):
             Tracker(tmp_path)
@@ -143,12 +144,12 @@ def test_of_two_new_runs_in_one_place_the_second_is_refused(tmp_path):
 
 
 def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path, monkeypatch):
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         for step in range(1, 6):
             tracker.log(step, {"train/loss": float(step)})
     later = time.time() + 10  # TensorBoard orders files by the second in their names
     monkeypatch.setattr(time, "time", lambda: later)
-    with Tracker(tmp_path, step=3) as tracker:
+    with closing(Tracker(tmp_path, step=3)) as tracker:
         tracker.log(4, {"train/loss": 40.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [1, 2, 3, 40]
@@ -156,12 +157,12 @@ def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path, monk
 
 
 def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
-    with Tracker(tmp_path) as tracker:
+    with closing(Tracker(tmp_path)) as tracker:
         tracker.log(1, {"train/loss": 1.0})
     path = tmp_path / "metrics.jsonl"
     before = path.read_text()
     path.write_text(before + '{"step": 2, "tr')
-    with Tracker(tmp_path, step=1):
+    with closing(Tracker(tmp_path, step=1)):
         pass
     assert path.read_text() == before
     path.write_text('{"step": 2, "tr\n' + before)

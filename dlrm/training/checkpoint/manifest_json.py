@@ -48,7 +48,12 @@ def manifest_from_json(text: bytes) -> Manifest:
     Raises:
         ValueError: it is damaged, or of another format.
     """
-    outer = _parsed(text)
+    if len(text) > LIMITS.size:
+        raise ValueError(f"it has more than {LIMITS.size:,} bytes")
+    try:
+        outer = parse_json(text.decode(), LIMITS)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(outer, dict) or outer.get("format") != FORMAT:
         raise ValueError(f"it is not the manifest of a {FORMAT}")
     if outer.get("version") != VERSION:
@@ -75,15 +80,6 @@ def _canonical(content: Any) -> bytes:
         content, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":")
     )
     return text.encode()
-
-
-def _parsed(text: bytes) -> Any:
-    if len(text) > LIMITS.size:
-        raise ValueError(f"it has more than {LIMITS.size:,} bytes")
-    try:
-        return parse_json(text.decode(), LIMITS)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
 
 
 def _encoded(value: Any) -> Any:

@@ -279,24 +279,20 @@ class TensorFiles:
 
     def _read_shard(self, piece: Piece, shard: StoredShard) -> None:
         """Copy what a piece and a shard have in common."""
-        ours = [slice(at, at + n) for at, n in zip(piece.offset, piece.values.shape, strict=True)]
-        theirs = [slice(at, at + n) for at, n in zip(shard.offset, shard.shape, strict=True)]
-        both = [
-            slice(max(a.start, b.start), min(a.stop, b.stop))
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-        if any(common.start >= common.stop for common in both):
-            return
-        target = piece.values.detach()
-        to = tuple(
-            slice(c.start - a.start, c.stop - a.start) for c, a in zip(both, ours, strict=True)
-        )
-        block = tuple(
-            slice(c.start - b.start, c.stop - b.start) for c, b in zip(both, theirs, strict=True)
-        )
-        self._read_block(target[to] if to else target.view(1), shard, block or (slice(0, 1),))
+        places = zip(piece.offset, piece.values.shape, shard.offset, shard.shape, strict=True)
+        to, block = [], []
+        for own, own_size, stored, stored_size in places:
+            start, stop = max(own, stored), min(own + own_size, stored + stored_size)
+            if start >= stop:
+                return
+            to.append(slice(start - own, stop - own))
+            block.append(slice(start - stored, stop - stored))
 
-    def _read_block(self, target: Tensor, shard: StoredShard, block: tuple[slice, ...]) -> None:
+        target = piece.values.detach()
+        target = target[tuple(to)] if to else target.view(1)
+        self._read_block(target, shard, block or [slice(0, 1)])
+
+    def _read_block(self, target: Tensor, shard: StoredShard, block: Sequence[slice]) -> None:
         """Copy a block of a shard to a tensor of its shape."""
         inner = shard.shape[1:]
         row = math.prod(inner) * target.element_size()
