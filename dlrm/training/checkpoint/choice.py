@@ -69,7 +69,7 @@ def choose(path: Path, best: bool) -> Choice | Exception:
 
         damage: dict[str, str] = {}
         index = _index_of(run, damage)
-        entries = [best_of(run, index)] if best or which == BEST else []
+        entries = [_best_of(run, index)] if best or which == BEST else []
         if which != BEST:
             known = index.latest.run if index.latest else None
             steps = {p.name: run_directory.step_of(p) for p in run_directory.checkpoints(run)}
@@ -93,15 +93,13 @@ def _index_of(run: Path, damage: dict[str, str]) -> Index:
         return old_index(run)
 
 
-def best_of(run: Path, index: Index) -> Entry | None:
+def _best_of(run: Path, index: Index) -> Entry | None:
     """The best checkpoint of a run: as the latest one says, or if that can't be read, its index."""
     if index.latest:
         with suppress(ValueError, OSError):
             manifest = read_manifest(run / CHECKPOINTS / index.latest.name)
             index.latest.require(manifest)
-            known = manifest.run, manifest.state.best_step
-            if index.best is None or (index.best.run, index.best.step) != known:
-                return best_known_to(index.latest, manifest)
+            return best_known_to(index.latest, manifest.state)
     return index.best
 
 

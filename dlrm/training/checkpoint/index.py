@@ -7,14 +7,11 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from dlrm.training.checkpoint.manifest import Count, Manifest
+from dlrm.training.checkpoint.manifest import CheckpointName, Count, Manifest, RunState
 from dlrm.training.checkpoint.manifest_json import LIMITS, manifest_from_json
 from dlrm.training.checkpoint.tensor_files import open_regular
-from dlrm.training.run_directory import CHECKPOINTS, JOB, MANIFEST, OLD_ABOUT, checkpoints, step_of
+from dlrm.training.run_directory import CHECKPOINTS, JOB, MANIFEST, OLD_ABOUT, checkpoints
 from dlrm.utils.atomic import atomic_write, sync_directory
 from dlrm.utils.documents import parse_json
 from dlrm.utils.validation import Number, validate
@@ -27,7 +24,7 @@ MAX_BYTES = 1 << 20
 class Entry:
     """A checkpoint of a run."""
 
-    name: Annotated[str, Field(pattern=r"^step_[0-9]{1,15}\+*$")]
+    name: CheckpointName
     """Of its directory, next to the index."""
     run: str | None
     """The id of its run; None if it is unknown."""
@@ -102,26 +99,23 @@ def old_index(run: Path) -> Index:
         with suppress(OSError, ValueError):
             manifest = read_manifest(newest)
             latest = Entry(name=newest.name, run=manifest.run, step=manifest.state.steps)
-            return Index(latest=latest, best=best_known_to(latest, manifest), job=job)
+            return Index(latest=latest, best=best_known_to(latest, manifest.state), job=job)
     return Index(job=job)
 
 
-def best_known_to(latest: Entry, manifest: Manifest) -> Entry | None:
+def best_known_to(latest: Entry, state: RunState) -> Entry | None:
     """The best checkpoint of a run when it wrote another one, which may be the best itself.
 
     Args:
         latest: the other one.
-        manifest: its manifest.
+        state: of the run in it.
     """
-    state = manifest.state
     if state.best_step < 0:
         return None
     name = state.best_name or f"step_{state.best_step}"
     if state.best_step == state.steps:
         name = latest.name
-    if Path(name).name != name or not step_of(Path(name)):
-        raise ValueError(f"its best checkpoint is named {name!r:.50}")
-    return Entry(name=name, run=manifest.run, step=state.best_step, metric=state.best)
+    return Entry(name=name, run=latest.run, step=state.best_step, metric=state.best)
 
 
 def read_manifest(directory: Path) -> Manifest:

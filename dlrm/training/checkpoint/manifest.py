@@ -39,6 +39,7 @@ Shape = Annotated[tuple[Count, ...], MaxLen(8)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 """SHA-256 of bytes, in hexadecimal."""
 FileName = Annotated[str, Field(pattern=r"^rank_[0-9]{5,7}\.safetensors$")]
+CheckpointName = Annotated[str, Field(pattern=r"^step_[0-9]{1,15}\+*$")]
 Metrics = dict[str, Number]
 
 
@@ -167,7 +168,7 @@ class RunState(Progress):
     """The configuration of the run, nested as in its file."""
     groups: tuple[tuple[Group, ...], ...] = ()
     """Parameter groups of each optimizer."""
-    best_name: str | None = None
+    best_name: CheckpointName | None = None
     """The checkpoint with the best validation AUC; None for this one, or without one."""
     fingerprint: str | None = None
     """Of the data; see :func:`dlrm.data.prepare.fingerprint.fingerprint`."""

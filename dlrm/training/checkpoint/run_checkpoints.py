@@ -7,7 +7,6 @@ import math
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from torch import nn
 from dlrm.data.loader import BatchLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
-from dlrm.training.checkpoint.choice import best_of, reason
+from dlrm.training.checkpoint.choice import reason
 from dlrm.training.checkpoint.index import (
     Entry,
     Index,
-    old_index,
-    read_index,
+    best_known_to,
     read_manifest,
     write_index,
 )
@@ -250,11 +248,7 @@ def _go_back(path: Path, state: RunState, run_id: str) -> Index:
     """
     run, auc = path.parent.parent, state.validated[1].get("auc", -math.inf)
     latest = Entry(name=path.name, run=run_id, step=state.steps)
-    best, index = None, Index()
-    with suppress(ValueError, OSError):
-        index = read_index(run) or old_index(run)
-
-    if state.best_step >= 0 and (best := best_of(run, replace(index, latest=latest))):
+    if best := best_known_to(latest, state):
         try:
             best.require(read_manifest(path.with_name(best.name)))
         except (ValueError, OSError) as error:
