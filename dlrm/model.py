@@ -63,7 +63,9 @@ class MLP(nn.Sequential):
             )
         if x.is_cuda and x.shape[1] % 8:
             x = functional.pad(x, (0, -x.shape[1] % 8))
-        weight = functional.pad(first.weight, (0, x.shape[1] - first.in_features))
+        weight = first.weight
+        if x.shape[1] > first.in_features:
+            weight = functional.pad(weight, (0, x.shape[1] - first.in_features))
         x = functional.linear(x, weight, first.bias)
 
         for layer in rest:

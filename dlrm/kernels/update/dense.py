@@ -261,7 +261,7 @@ def _update_fused(
             weight_decay=decay,
         )  # fmt: skip
     elif rule.name == "adagrad":
-        steps = [torch.ones(()) for _ in values]  # they matter to a rate that decays
+        steps = [torch.ones(())] * len(values)  # they matter to a rate that decays
         torch._fused_adagrad_(
             values, grads, own[0], steps, lr=rate, lr_decay=0.0, eps=rule.eps, maximize=False,
             weight_decay=decay,
