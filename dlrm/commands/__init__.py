@@ -55,7 +55,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    began = None
+    began = 0.0
     if argv is None:
         began = startup.begin()  # before the imports, which take seconds
         if name in WITHOUT_PANDAS:

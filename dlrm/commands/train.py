@@ -56,10 +56,11 @@ class Run:
     """One training run: its parts, built from the configuration, and the loop over them."""
 
     def __init__(
-        self, config: RunConfig, resolved: str, world: World, began: float | None = None
+        self, config: RunConfig, resolved: str, world: World, began: float = 0, silent: bool = False
     ) -> None:
         self.config, self.options = config, yaml.safe_load(resolved)
         self.world = world
+        self.silent = silent or not world.first
         device = world.join(pick_device(config.device))
         compiler = import_compiler(device, config.step)
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
@@ -141,7 +142,7 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
-        config, data, silent = self.config, self.train_data, not self.world.first
+        config, data, silent = self.config, self.train_data, self.silent
         if self.finished:  # and resumed with the same options: nothing is left to do
             report.print_summary(self.finished, self.directory, silent=silent)
             return self.finished
@@ -239,7 +240,7 @@ class Run:
         self.schedule.fine_tune = factor
         self.progress.fitted = fitted
         self.progress.fine_tune = factor
-        report.print_fine_tuning(lost, factor, anew, silent=not self.world.first)
+        report.print_fine_tuning(lost, factor, anew, silent=self.silent)
         self._keep(self._evaluate("val") if anew else after)
 
     def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
@@ -277,7 +278,7 @@ class Run:
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())
         self.tracker.finish(self.options, final, changed, **about)
-        report.print_summary(final, self.directory, silent=not self.world.first)
+        report.print_summary(final, self.directory, silent=self.silent)
         return final
 
     def _sizes(self) -> dict[str, float]:
@@ -318,7 +319,7 @@ class Run:
         self.tracker.close()
 
 
-def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
+def main(argv: Sequence[str] | None = None, began: float = 0) -> int:
     """Run the program, in a process that ``began`` then or now; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     world, hint = World.from_environment(), partial(str, "nothing was changed")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -50,13 +52,50 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
             ``--print_config`` and ``--dry_run``.
         ValueError, OSError: ``--dry_run`` found no data, or data that does not fit.
     """
-    schema = option_schema(kinds)
     if print_help(argv):
         raise SystemExit(0)
+    try:
+        config, resolved = check(argv, kinds)
+    except Mistakes as error:
+        _print_problems(error.problems)
+        raise SystemExit(2) from None
 
+    if any(name == PRINT for name, _ in _tokens(argv, [])):
+        print(resolved, end="")
+        raise SystemExit(0)
+    if config.dry_run:
+        print(describe(config))
+        raise SystemExit(0)
+    return config, resolved
+
+
+class Mistakes(ValueError):
+    """Mistakes in a configuration: ``problems``, each in one line."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = list(dict.fromkeys(problems))  # each once, however many tables have it
+        super().__init__("; ".join(self.problems[:MAX_PROBLEMS]))
+
+
+def check(
+    argv: Sequence[str],
+    kinds: Mapping[str, type],
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[RunConfig, str]:
+    """The configuration of a command line, without its actions such as ``--help``.
+
+    Args:
+        argv, kinds: see :func:`parse`.
+        keywords: more options, by name or by group, as a YAML file has them; they come last.
+
+    Raises:
+        Mistakes: there are mistakes.
+    """
+    schema = option_schema(kinds)
     given: dict[str, Any] = {}
     problems: list[str] = []
-    for name, value, source in _given(argv, schema, problems):
+    in_files = _given(argv, schema, problems)
+    for name, value, source in chain(in_files, _from_mapping("", keywords, schema, problems)):
         try:
             require_local(value)
         except ValueError as error:
@@ -70,23 +109,14 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
 
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
-        _print_problems(problems)
-        raise SystemExit(2)
+        raise Mistakes(problems)
 
     if not config.resume:  # else the kinds are those of the run's own file
         _note_idle(argv, config, kinds)
-    resolved = _resolved(schema, given)
-    if any(name == PRINT for name, _ in _tokens(argv, [])):
-        print(resolved, end="")
-        raise SystemExit(0)
-    if config.dry_run:
-        print(describe(config))
-        raise SystemExit(0)
-    return config, resolved
+    return config, _resolved(schema, given)
 
 
 def _print_problems(problems: list[str]) -> None:
-    problems = list(dict.fromkeys(problems))  # each once, however many tables have it
     for problem in problems[:MAX_PROBLEMS]:
         print_error(f"error: {problem}")
     if (more := len(problems) - MAX_PROBLEMS) > 0:
@@ -175,20 +205,24 @@ def _from_file(
         problems.append(f"--config {path} must hold options as name: value")
         return
 
-    # Groups are replaced by the options in them, under their full names.
+    yield from _from_mapping(f"{path}: ", content, schema, problems)
+
+
+def _from_mapping(
+    where: str, content: Mapping[Any, Any], schema: Mapping[str, Option], problems: list[str]
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, value and source of each option; groups are mappings of options."""
     entries = [(str(name), value) for name, value in content.items()]
     while entries:
         name, value = entries.pop(0)
         if name in schema:
-            yield name, value, f"{path}: {name}"
+            yield name, value, f"{where}{name}"
         elif isinstance(value, dict) and any(key.startswith(f"{name}.") for key in schema):
             entries[:0] = [(f"{name}.{key}", inner) for key, inner in value.items()]
         elif any(key.startswith(f"{name}.") for key in schema):
-            problems.append(
-                f"{path}: {name} is {shown(value)}, it must hold options as name: value"
-            )
+            problems.append(f"{where}{name} is {shown(value)}, it must hold options as name: value")
         else:
-            problems.append(f"{path}: unknown option {name}{_suggestion(name, schema)}")
+            problems.append(f"{where}unknown option {name}{_suggestion(name, schema)}")
 
 
 def find_config(path: str) -> Path:

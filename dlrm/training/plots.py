@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -59,18 +60,56 @@ class Plots:
 
     def figures(self) -> dict[str, Figure]:
         """The plots by their TensorBoard tags."""
-        reliability, axes = _figure("probability", "share of positives")
+        reliability, axes = _figure("", "")
+        self.draw_reliability(axes)
+        scores, axes = _figure("", "")
+        self.draw_scores(axes)
+        return {f"reliability/{self.split}": reliability, f"scores/{self.split}": scores}
+
+    def draw_reliability(self, axes: Axes) -> None:
+        """Plot the share of positives against the mean probability."""
         end = float(self.reliability.max())
         axes.plot([0, end], [0, end], "--", color="gray", label="calibrated")
         axes.plot(*self.reliability, "o-", label=f"{self.split} rows")
+        axes.set(xlabel="probability", ylabel="share of positives")
         axes.legend()
 
-        scores, axes = _figure("probability", "share of rows of the class")
+    def draw_scores(self, axes: Axes) -> None:
+        """Plot how the probabilities of each class are distributed."""
         edges = np.linspace(0, self.highest, BINS + 1)
         for label, shares in enumerate(self.shares):
             axes.stairs(shares, edges, fill=True, alpha=0.5, label=f"label {label}")
+        axes.set(xlabel="probability", ylabel="share of rows of the class")
         axes.legend()
-        return {f"reliability/{self.split}": reliability, f"scores/{self.split}": scores}
+
+
+def report_figure(entries: Iterable[Mapping[str, Any]], plots: Plots | None) -> Figure:
+    """What a run logged, and the plots of the scores of some rows.
+
+    Args:
+        entries: of ``metrics.jsonl``.
+        plots: of the rows; None without any.
+    """
+    logged = list(entries)
+    figure, panels = _panels(2 if plots is None else 4)
+
+    for axes, title, names in (
+        (panels[0], "log loss", {"train/loss": "training", "val/log_loss": "validation"}),
+        (panels[1], "AUC", {"val/auc": "validation", "test/auc": "test"}),
+    ):
+        for name, label in names.items():
+            points = [(each["step"], each[name]) for each in logged if name in each]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), "." if len(points) == 1 else ".-", label=label
+                )
+        axes.set(xlabel="step", ylabel=title)
+        if axes.lines:
+            axes.legend()
+    if plots is not None:
+        plots.draw_reliability(panels[2])
+        plots.draw_scores(panels[3])
+    return figure
 
 
 def importance_figure(found: Importance) -> Figure:
@@ -80,6 +119,13 @@ def importance_figure(found: Importance) -> Figure:
     figure, axes = _figure("log loss gained if shuffled", "", height=1 + 0.2 * len(names))
     axes.barh(names, saved, xerr=spread)
     return figure
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure((4 * count, 3.2), dpi=100, layout="constrained")
+    return figure, list(figure.subplots(1, count))
 
 
 def _figure(x: str, y: str, height: float = 3.6) -> tuple[Figure, Axes]:

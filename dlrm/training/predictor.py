@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,15 +25,25 @@ from dlrm.data.schema import META_FILE, Meta
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
-from dlrm.training.run_directory import PREPARATION, run_directory
+from dlrm.training.plots import Plots, report_figure
+from dlrm.training.run_directory import LOCK, METRICS, PREPARATION, is_run, run_directory
 from dlrm.training.score_file import LABEL, PROBABILITY, ROW
 from dlrm.utils.device import free_memory
+from dlrm.utils.documents import read_json_lines
+from dlrm.utils.messages import format_bytes, printable
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     Rows: TypeAlias = (
-        pd.DataFrame | pa.Table | pa.RecordBatch | Mapping[str, Any] | str | os.PathLike[str]
+        pd.DataFrame
+        | pa.Table
+        | pa.RecordBatch
+        | Mapping[str, Any]
+        | Sequence[Mapping[str, Any]]
+        | str
+        | os.PathLike[str]
     )
 
 HostCopy: TypeAlias = Callable[[], tuple[NDArray[np.float32], ...]]
@@ -41,7 +53,7 @@ GPU_BATCH_SIZE = 1 << 19
 MEMORY_SHARE = 8  # one part in so many of a GPU's free memory, for the values of a batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Predictor:
     """A trained model with the vocabularies and transforms of its data.
 
@@ -50,7 +62,11 @@ class Predictor:
         model = dlrm.load("runs/NAME")
         scores = model.predict(pandas.DataFrame({"price": [9.5], "user": ["u1"]}))
         scores = model.predict("new.csv")
+        metrics = model.evaluate("labelled.csv")
     """
+
+    run: Path
+    """The directory of the run, or one of its checkpoints."""
 
     model: DLRM
     """In evaluation mode."""
@@ -60,6 +76,8 @@ class Predictor:
     device: torch.device
     bf16: bool
     """Whether the model was trained, and predicts, in bfloat16 autocast."""
+    keep: object = None
+    """Kept as long as the model, such as a temporary directory of the run."""
 
     @classmethod
     def load(
@@ -93,6 +111,7 @@ class Predictor:
             raise other_data(kept, path, "give a prepared directory")
         reader = RowGroupReader(kept, replace(meta, weight=None), model.sparse_arch.num_embeddings)
         return cls(
+            run=Path(path),
             model=model,
             transform=transform,
             reader=reader,
@@ -106,7 +125,7 @@ class Predictor:
         Args:
             rows: rows with the columns that the raw training data had, of which a label and others
                 that no feature is made of may be missing: a DataFrame, an Arrow table, a mapping
-                of columns, or the path of a file.
+                of columns, a list of mappings, or the path of a file.
             batch_size: rows that the model gets at a time.
 
         Returns:
@@ -116,14 +135,65 @@ class Predictor:
             FileNotFoundError: there is no such file.
             ValueError: a column is missing, or a value does not fit.
         """
-        if isinstance(rows, str | os.PathLike):
-            parts = [batch[PROBABILITY] for batch in self.score([rows], batch_size=batch_size)]
-        else:
-            prepared = pa.Table.from_batches([prepare(self.transform, rows)])
-            starts = range(0, len(prepared), batch_size)
-            parts = [self._probabilities(prepared.slice(at, batch_size)) for at in starts]
-        found = [part.to_numpy() for part in parts]
+        batches = self._batches(rows, batch_size, also=[])
+        found = [self._probabilities(batch).to_numpy() for batch in batches]
         return np.concatenate(found) if found else np.empty(0, np.float32)
+
+    def evaluate(self, rows: Rows, *, batch_size: int = BATCH_SIZE) -> dict[str, float]:
+        """Metrics of raw rows with labels; see :func:`~dlrm.training.metrics.classification`.
+
+        Args:
+            rows, batch_size: as in :meth:`predict`, with the label, and the weight if the training
+                data has one.
+
+        Raises:
+            ValueError: as :meth:`predict`; or a label is missing, or there are no rows.
+        """
+        return metrics.classification(*self._scores(rows, batch_size))
+
+    def report(self, rows: Rows | None = None) -> Figure:
+        """Plots of the loss and AUC during training, which a notebook shows.
+
+        Args:
+            rows: labelled rows, such as those of a test, of which the reliability and the
+                distribution of the scores are plotted too.
+        """
+        scores = None if rows is None else Plots.of("given", *self._scores(rows, BATCH_SIZE))
+        return report_figure(read_json_lines(run_directory(self.run) / METRICS), scores)
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Save the model and its run as a directory, which :func:`dlrm.load` and all commands read.
+
+        Args:
+            path: directory to make.
+            overwrite: replace another run at ``path``.
+
+        Raises:
+            ValueError: ``path`` exists, and is not to be replaced or is not a run.
+        """
+        source, target = run_directory(self.run), Path(path)
+        if target.exists() and not (overwrite and is_run(target)):
+            remedy = "pass overwrite=True, which replaces it" if is_run(target) else "remove it"
+            raise ValueError(f"{target} exists: choose another path, or {remedy}")
+        if target.exists() and target.samefile(source):
+            return
+
+        with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".save-") as work:
+            copy, replaced = Path(work, "copy"), Path(work, "replaced")
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns(f"{LOCK}*"))
+            if target.exists():
+                target.rename(replaced)
+            copy.rename(target)
+
+    def __repr__(self) -> str:
+        tables = self.model.sparse_arch
+        rows = sum(tables.num_embeddings)
+        return (
+            f"<dlrm model of {len(self.transform.plan.dense)} numbers and "
+            f"{len(self.transform.plan.categorical)} categories or lists ({rows:,} ids, "
+            f"{format_bytes(tables.sizes()['bytes'])}) on {self.device}, "
+            f"of the run {printable(self.run.name)}>"
+        )
 
     def score(
         self,
@@ -168,6 +238,32 @@ class Predictor:
             if there:  # null where a row has none
                 output = output.append_column(LABEL, rows[label].cast(pa.float32()))
             yield from output.combine_chunks().to_batches()
+
+    def _batches(self, rows: Rows, size: int, also: Sequence[str]) -> Iterator[pa.Table]:
+        """Raw rows, prepared, in tables of ``size`` rows; the columns ``also`` are there too."""
+        parts: Iterable[tuple[pa.RecordBatch, ...]]
+        if isinstance(rows, str | os.PathLike):
+            parts = ((batch,) for batch, *_ in self.transform.read([rows]))
+        else:
+            parts = [(prepare(self.transform, rows, also),)]
+        for (table,) in in_batches(parts, size):
+            for name in also:
+                if name not in table.column_names or table[name].null_count:
+                    raise ValueError(f"not all rows have a {name!r}, by which they are evaluated")
+            label = self.reader.meta.label
+            unused = [label] if label in table.column_names and label not in also else []
+            yield table.drop_columns(unused)
+
+    def _scores(self, rows: Rows, batch_size: int) -> tuple[torch.Tensor, ...]:
+        """Logits and labels of raw rows, and their weights if the training data has them."""
+        meta = Meta.read(run_directory(self.run) / PREPARATION)
+        reader = RowGroupReader(self.reader.directory, meta, self.reader.num_embeddings)
+        also = [name for name in (meta.label, meta.weight) if name is not None]
+        batches = (
+            batch_of(reader, reader.convert(table, "the prepared rows")).to(self.device)
+            for table in self._batches(rows, batch_size, also)
+        )
+        return metrics.predict(self.model, batches, bf16=self.bf16)
 
     def _probabilities(self, prepared: pa.Table) -> pa.Array:
         """The probabilities of prepared rows, which fit into a batch."""

@@ -76,7 +76,7 @@ class Clock:
         self._first_wait = data.wait_seconds
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._part = "start"
-        self._since = time.perf_counter() if began is None else began
+        self._since = began or time.perf_counter()
         self._last_lap = self._loop()
 
     def begin(self, part: str) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a checkpoint
 PREPARATION = "preparation"  # what raw rows are prepared with
@@ -243,7 +244,7 @@ class RunLock:
         if has_checkpoint(self._directory):
             return f", or --resume {self._directory}"
         kept = _entries(self._directory / CHECKPOINTS)
-        unknown = found and not found & {CONFIG, "metrics.jsonl"}
+        unknown = found and not found & {CONFIG, METRICS}
         lost = unknown or any(not path.name.endswith((".tmp", ".json")) for path in kept)
         return "" if lost else ", or remove it"
 

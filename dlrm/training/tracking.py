@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dlrm.training.dashboards import hparams_row, layout, tag
 from dlrm.training.metrics import finite
 from dlrm.training.plots import Plots
+from dlrm.training.run_directory import METRICS
 from dlrm.utils.atomic import atomic_write, disk_full_names
 from dlrm.utils.documents import read_json, read_json_lines
 from dlrm.utils.links import refuse_links_out
@@ -82,7 +83,7 @@ class Tracker:
         if not active:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
+        self.path = directory / METRICS
         if step is not None and self.path.exists():
             kept = (json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step)
             with atomic_write(self.path) as temporary, temporary.open("w") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,13 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
                 shutil.copyfile(source / file, temporary / file)
 
 
-def prepare(transform: Transform, rows: Any) -> pa.RecordBatch:
+def prepare(transform: Transform, rows: Any, also: Sequence[str] = ()) -> pa.RecordBatch:
     """Prepare raw rows in memory.
 
     Args:
         transform: of the data that the model was trained on.
         rows: as in :func:`as_batch`, with the columns that features are made of.
+        also: the label or the weight, which the rows need as well then.
 
     Raises:
         ValueError: a column is missing, or a value does not fit; the error names it.
@@ -71,17 +72,19 @@ def prepare(transform: Transform, rows: Any) -> pa.RecordBatch:
     raw = as_batch(rows)
     names = raw.schema.names
     there = set(names)
-    for name in transform.needed:
+    needed = [*transform.needed, *also]
+    for name in needed:
         if name not in there:
             raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
     try:
-        return transform.apply(raw.select(list(transform.needed)))
+        return transform.apply(raw.select(needed))
     except BadRow as error:
         raise error.located(Path("the rows")) from None
 
 
 def as_batch(rows: Any) -> pa.RecordBatch:
-    """Rows in memory as one batch: a DataFrame, an Arrow table or batch, or a mapping of columns.
+    """Rows in memory as one batch: a DataFrame, an Arrow table or batch, a mapping of columns, or a
+    list of mappings, one for each row.
 
     Raises:
         ValueError: they are no table, or a column has values of several types.
@@ -89,6 +92,9 @@ def as_batch(rows: Any) -> pa.RecordBatch:
     if isinstance(rows, pa.RecordBatch):
         return rows
     try:
+        if isinstance(rows, Sequence) and rows and all(isinstance(r, Mapping) for r in rows):
+            names = dict.fromkeys(name for row in rows for name in row)
+            rows = {name: [row.get(name) for row in rows] for name in names}
         if isinstance(rows, Mapping):
             rows = pa.table(dict(rows))
         elif not isinstance(rows, pa.Table):

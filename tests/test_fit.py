@@ -1,0 +1,196 @@
+"""``dlrm.fit``: what a user of pandas types, and what comes of it."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dlrm
+
+SMALL = {"model": {"bottom_mlp": [8], "top_mlp": [8]}, "batch_size": 64, "device": "cpu"}
+SMALL |= {"progress": False}
+
+
+def make_frame(rows=400, seed=0):
+    rng = np.random.default_rng(seed)
+    users = rng.integers(0, 20, rows)
+    days = pd.to_timedelta(rng.integers(0, 30, rows), unit="D")
+    return pd.DataFrame(
+        {
+            "user": [f"u{user}" for user in users],
+            "price": rng.gamma(2.0, 10.0, rows),
+            "when": pd.Timestamp("2024-01-01") + days,
+            "colour": pd.Categorical(rng.choice(list("abc"), rows)),
+            "tags": [list("xyz"[: user % 3]) for user in users],
+            "clicked": rng.random(rows) < np.where(users < 10, 0.2, 0.7),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def frame():
+    return make_frame()
+
+
+@pytest.fixture(scope="module")
+def model(frame):
+    return dlrm.fit(frame, "clicked", **SMALL)
+
+
+def test_a_model_scores_rows_in_any_form(model, frame, tmp_path):
+    scores = model.predict(frame)
+    assert scores.shape == (400,)
+    assert scores.dtype == np.float32
+    pq.write_table(pa.Table.from_pandas(frame), tmp_path / "rows.parquet")
+    for rows in (
+        frame.drop(columns="clicked").assign(other=1),
+        frame.to_dict("list"),
+        frame.to_dict("records"),
+        pa.Table.from_pandas(frame),
+        tmp_path / "rows.parquet",
+    ):
+        assert (model.predict(rows) == scores).all()
+    assert model.predict(frame.head(0)).shape == (0,)
+    one = [{"user": "new"}, {"price": None, "user": None}]
+    with pytest.raises(ValueError, match="the rows have no column 'when'"):
+        model.predict(one)
+
+
+def test_a_model_is_evaluated_saved_and_loaded(model, frame, tmp_path):
+    found = model.evaluate(frame)
+    assert found["auc"] > 0.5
+    model.save(tmp_path / "model")
+    again = dlrm.load(tmp_path / "model")
+    assert again.evaluate(frame) == found
+    pq.write_table(pa.Table.from_pandas(frame), tmp_path / "rows.parquet")
+    assert again.evaluate(tmp_path / "rows.parquet") == pytest.approx(found)
+
+    with pytest.raises(ValueError, match="model exists: choose another path, or pass overwrite"):
+        again.save(tmp_path / "model")
+    model.save(tmp_path / "model", overwrite=True)
+    again.save(tmp_path / "model", overwrite=True)  # onto itself
+    assert (dlrm.load(tmp_path / "model").predict(frame) == model.predict(frame)).all()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="mine exists: choose another path, or remove it"):
+        model.save(tmp_path / "mine", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model", "rows.parquet"]
+
+    with pytest.raises(ValueError, match="the rows have no column 'clicked'"):
+        model.evaluate(frame.drop(columns="clicked"))
+    with pytest.raises(ValueError, match="not all rows have a 'clicked'"):
+        model.evaluate(
+            frame.assign(clicked=frame["clicked"].astype("boolean").mask(frame.index == 3))
+        )
+
+
+def test_it_can_be_looked_at(model, frame):
+    assert repr(model).startswith("<dlrm model of 2 numbers and 4 categories or lists (36 ids, ")
+    assert len(repr(model)) < 200
+    assert len(model.report().axes) == 2
+    assert len(model.report(frame).axes) == 4
+
+
+def test_it_is_the_run_of_the_commands(frame, tmp_path, run):
+    frame.to_parquet(tmp_path / "rows.parquet")
+    given = ["--label", "clicked", "--split", "0.9", "0.1", "0"]
+    run("prepare_table", tmp_path / "rows.parquet", "--output", tmp_path / "data", *given)
+    options = ["--model.bottom_mlp", "8", "--model.top_mlp", "8", "--batch_size", "64"]
+    options += ["--device", "cpu", "--emb", "qr", "--tables.threshold", "0", "--epochs", "2"]
+    run("train", "--data", tmp_path / "data", "--output", tmp_path, "--name", "run", *options)
+    by_command = dlrm.load(tmp_path / "run").predict(frame)
+
+    keywords = SMALL | {"emb": "qr", "tables": {"threshold": 0}, "epochs": 2}
+    assert (dlrm.fit(frame, "clicked", **keywords).predict(frame) == by_command).all()
+    kept = dlrm.fit(str(tmp_path / "data"), **keywords, output=tmp_path, name="kept")
+    assert (kept.predict(frame) == by_command).all()
+    metrics = [
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("run", "kept")
+    ]
+    assert metrics[0]["metrics"]["val/auc"] == metrics[1]["metrics"]["val/auc"]
+    with pytest.raises(ValueError, match="kept exists: choose another --name"):
+        dlrm.fit(frame, "clicked", **keywords, output=tmp_path, name="kept")
+
+
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        ([0, 1], {}),
+        ([0.0, 1.0], {}),
+        (["no", "yes"], {"positive": "yes"}),
+        ([-1, 1], {"positive": "1"}),
+    ],
+    ids=str,
+)
+def test_labels_may_be_any_two_values(frame, values, options):
+    labels = np.where(frame["clicked"], values[1], values[0])
+    model = dlrm.fit(frame.assign(clicked=labels), "clicked", **options, **SMALL, max_steps=1)
+    assert 0 < model.evaluate(frame.assign(clicked=labels))["log_loss"] < 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frame: frame.head(1),
+        lambda frame: frame[["user", "clicked"]],
+        lambda frame: frame.rename(columns={"user": 7}),
+        lambda frame: frame.assign(user=frame["user"].astype("string").mask(frame.index % 3 == 0)),
+    ],
+    ids=["a row", "a column", "number as name", "gaps"],
+)
+def test_a_table_may_have_an_odd_shape(frame, change):
+    table = change(frame)
+    share = 0 if len(table) == 1 else 0.1
+    scores = dlrm.fit(table, "clicked", **SMALL, max_steps=1, validation=share).predict(table)
+    assert len(scores) == len(table)
+    assert np.isfinite(scores).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "text"),
+    [
+        (None, {"label": "click"}, "the data has no label 'click', did you mean 'clicked'"),
+        (lambda frame: frame.head(0), {}, "the data has no rows"),
+        (lambda frame: frame.head(1), {}, "the split leaves none for training"),
+        (
+            lambda frame: frame.assign(none=None),
+            {},
+            "column 'none' has no value in any training row",
+        ),
+        (lambda frame: frame[["clicked"]], {}, "no column"),
+        (lambda frame: frame.assign(clicked="x"), {}, "clicked"),
+        (lambda frame: frame.assign(clicked=range(len(frame))), {}, "clicked"),
+        (lambda frame: frame.assign(user=[1, "a"] * 200), {}, "the rows are no table: .*user"),
+        (lambda frame: "nowhere.csv", {}, "nowhere.csv: no such file"),
+        (None, {"epoch": 1}, "unknown option epoch, did you mean --epochs?"),
+        (None, {"optim": {"lr": "fast"}}, "optim.lr is 'fast', it must be a number"),
+        (None, {"emb": "auto"}, "--emb auto needs a budget"),
+        (None, {"columns": {"usr": "category"}}, "usr"),
+        (None, {"validation": 1.5}, "validation is 1.5, it must be at least 0 and below 1"),
+        (None, {"data": "x"}, "data is no option of fit: give the rows"),
+    ],
+)
+def test_mistakes_are_told_as_the_commands_tell_them(frame, change, options, text):
+    rows = change(frame) if change else frame
+    with pytest.raises((ValueError, FileNotFoundError), match=text) as error:
+        dlrm.fit(rows, **{"label": "clicked"} | SMALL | options)
+    assert "rows.parquet" not in str(error.value)
+
+
+def test_columns_are_described_and_an_index_is_not_lost_silently(frame, capsys, tmp_path):
+    table = frame.set_index("user")
+    options = SMALL | {"progress": True}
+    dlrm.fit(table, "clicked", **options, columns={"price": "drop"}, max_steps=1)
+    printed = capsys.readouterr()
+    assert "note: the index 'user' is left out; reset_index() makes it a column" in printed.err
+    assert "price" in printed.out
+    assert "AUC" in printed.out
+    assert "dlrm-" not in printed.out, "the temporary directory says nothing to a user"
+
+
+def test_a_prepared_directory_has_its_label(frame, tmp_path):
+    (tmp_path / "meta.json").write_text("{}")
+    with pytest.raises(ValueError, match="is prepared already: leave out label"):
+        dlrm.fit(tmp_path, "clicked", **SMALL)
