@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -267,13 +266,13 @@ class Run:
 
         planted = self.train_data.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
+        self.tracker.plots(self.steps, self.held_out.plots)
         with self.clock.part("checkpoint"):
             self.checkpoints.writer.wait()
         final |= self.progress.fitted | self._sizes() | self.clock.total()
         final |= profiling.peak_memory(self.step.device) | self.checkpoints.writer.costs()
 
         self.tracker.log(self.steps, final)
-        self.tracker.plots(self.steps, self.held_out.plots)
         final |= tracking.named("val", val)  # logged when it was evaluated
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())
@@ -319,9 +318,8 @@ class Run:
         self.tracker.close()
 
 
-def main(argv: Sequence[str] | None = None, began: float = 0) -> int:
+def main(arguments: Sequence[str], began: float = 0) -> int:
     """Run the program, in a process that ``began`` then or now; returns its exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     world, hint = World.from_environment(), partial(str, "nothing was changed")
 
     def work() -> None:
