@@ -163,6 +163,9 @@ class TableOptions(Closed):
     """Of all categories and lists that don't say otherwise."""
     cap: Positive | None = None
     hash: Positive | None = None
+    rates: Flag = True
+    """Whether each category and part of a time also gives two numbers: how often its value
+    occurred, and the share of positives among these rows; see :mod:`dlrm.data.prepare.rates`."""
     missing: Texts = ("",)
     """Texts that stand for a missing value in a category, list or time."""
     names: Texts | None = None

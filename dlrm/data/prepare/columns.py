@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ...utils.validation import validate
 from .column_options import ColumnOptions, TableOptions, yaml_line
+from .rates import rate_names
 
 SPLIT = "(split)"
 """Name of what the split of a row depends on, where rows are converted but not yet prepared."""
@@ -88,7 +89,7 @@ class ColumnPlan:
     """The rows whose values get ids. With all, there is no id for others if each value has one."""
 
     def __post_init__(self) -> None:
-        names = [f.name for f in self.features]
+        names = [*(f.name for f in self.categorical), *self.dense_names]
         names += [c.name for c in self.columns if c.kind in ("label", "weight", "pass")]
         for name, count in Counter(names).items():
             if count > 1:
@@ -112,6 +113,20 @@ class ColumnPlan:
         """The features that are ids."""
         return tuple(feature for feature in self.features if not feature.dense)
 
+    @cached_property
+    def rated(self) -> tuple[str, ...]:
+        """The features that are ids and also give numbers: their counts and rates."""
+        if not self.options.rates or self.hexadecimal or self.only("label") is None:
+            return ()
+        features = self.categorical
+        return tuple(f.name for f in features if not f.multi_hot and not f.bucketed)
+
+    @cached_property
+    def dense_names(self) -> tuple[str, ...]:
+        """The numbers of a prepared row."""
+        own = [feature.name for feature in self.dense]
+        return (*own, *(name for feature in self.rated for name in rate_names(feature)))
+
     def only(self, kind: str) -> Column | None:
         """The column of a kind of which there is at most one."""
         return next((column for column in self.columns if column.kind == kind), None)
@@ -133,7 +148,8 @@ class ColumnPlan:
         Raises:
             ValueError: the content is something else.
         """
-        return validate(cls, dict(content))
+        options = {"rates": False, **content["options"]}  # not in those of earlier versions
+        return validate(cls, {**content, "options": options})
 
 
 def _features(columns: Sequence[Column]) -> Iterator[Feature]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from .numbers import (
     fit_scaling,
     summarise,
 )
+from .rates import Rates
 from .spill import SpilledBlock, entries_of, progress_bar
 from .splitting import Selection, Splitter, count_selected
 from .transform import Transform
@@ -184,7 +186,50 @@ class Learner:
             del made, values, counts  # up to hundreds of millions of values in Terabyte
 
             keys.write_ids(ids, self._dictionaries(feature))
+        if feature.name in plan.rated:
+            self._count_positives(index, feature, vocabulary)
         return described
+
+    def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
+        """Add the positives of each id to a vocabulary, and keep the counts before these rows."""
+        made, label = Vocabulary.read(vocabulary), self.transform.plan.only("label")
+        assert label is not None
+        counts, positives, before = np.zeros((3, len(made)), np.int64)
+        if self.earlier is not None:
+            before = Rates.of(made, vocabulary).positives
+        own = Rates(counts=counts, positives=positives, share=0.0)
+        if self.learns:
+            for block, ids in zip(self.blocks, self.ids_of_entries(index, feature), strict=True):
+                rows = self.splitter.training(block)
+                own_ids = ids[block.column(feature.name).indices.to_numpy()[rows]]
+                own.count(own_ids, block.column(label.name).to_numpy()[rows])
+
+        replace(made, positives=before + own.positives).write(vocabulary)
+        np.save(self.work / "ids" / f"{index}.npy", [made.counts - own.counts, before])
+
+    @property
+    def learns(self) -> bool:
+        """Whether the training rows are counted, or those of earlier data alone."""
+        return self.earlier is None or self.earlier.grow
+
+    def ids_of_entries(self, index: int, feature: Feature) -> list[NDArray[np.int32]]:
+        """The ids of the entries of the dictionary of each block, once they are learned."""
+        ends = list(accumulate(block.entries[feature.name] for block in self.blocks))
+        path = self.work / "ids" / str(index)
+        every = np.memmap(path, np.int32, "r") if ends[-1] else np.empty(0, np.int32)
+        return np.split(every, ends[:-1])
+
+    def rates(self) -> tuple[dict[str, Rates], dict[str, Rates]]:
+        """The rates of training rows, which count on, and those of all other rows."""
+        training, others = {}, {}
+        for index, feature in enumerate(self.transform.plan.features):
+            if feature.name in self.transform.plan.rated:
+                path = self.work / Meta.vocabulary_file(feature.name)
+                rates = Rates.of(Vocabulary.read(path), path)
+                counts, positives = np.load(self.work / "ids" / f"{index}.npy")
+                others[feature.name] = rates
+                training[feature.name] = replace(rates, counts=counts, positives=positives)
+        return training, others
 
     def _earlier_ids(
         self, feature: Feature, values: pa.Array, counts: NDArray[np.int64]

@@ -132,9 +132,7 @@ class Preparation:
             earlier=self.earlier,
         )
         categorical = learner.learn_all(progress=progress)
-        splits = write_splits(
-            blocks, transform, categorical, splitter, work, workers=workers, progress=progress
-        )
+        splits = write_splits(learner, categorical, workers=workers, progress=progress)
 
         # All other results; meta.json is the last one.
         with atomic_write(work / BAD_ROWS_FILE) as temporary:
@@ -152,7 +150,7 @@ class Preparation:
         Meta(
             label=label.name,
             weight=None if weight is None else weight.name,
-            dense=tuple(feature.name for feature in plan.dense),
+            dense=plan.dense_names,
             categorical=categorical,
             splits=splits,
             options=self.options,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -15,45 +13,35 @@ import pyarrow.parquet as pq
 from ...utils.atomic import atomic_write
 from ..schema import SPLITS, Categorical, Split
 from ..threads import map_in_order
+from .learner import Learner
+from .rates import append_rates
 from .spill import SpilledBlock, progress_bar
-from .splitting import Selection, Splitter
-from .transform import Transform
+from .splitting import Selection
 from .vocabulary import ZSTD
-from .workspace import Workspace
 
 ROW_GROUP_ROWS = 1 << 17
 LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row group
 
 
 def write_splits(
-    blocks: Sequence[SpilledBlock],
-    transform: Transform,
-    categorical: Sequence[Categorical],
-    splitter: Splitter,
-    work: Workspace,
-    *,
-    workers: int,
-    progress: bool,
+    learner: Learner, categorical: Sequence[Categorical], *, workers: int, progress: bool
 ) -> dict[str, Split]:
-    """Write ``SPLIT.parquet`` of each split into the workspace."""
-    plan = transform.plan
+    """Write ``SPLIT.parquet`` of each split into the workspace, with what was learned."""
+    blocks, plan, work = learner.blocks, learner.transform.plan, learner.work
     label = plan.only("label")
     assert label is not None
-
-    # The ids of pass 2, one block after another.
-    looked_up = {}
-    for index, feature in enumerate(plan.features):
-        if not feature.dense and not feature.bucketed:
-            lengths = (block.entries[feature.name] for block in blocks)
-            firsts = list(accumulate(lengths, initial=0))
-            ids = np.memmap(work / "ids" / str(index), np.int32, "r") if firsts[-1] else _NO_IDS
-            looked_up[feature.name] = ids, firsts
+    training_rates, rates = learner.rates()
+    looked_up = {
+        feature.name: learner.ids_of_entries(index, feature)
+        for index, feature in enumerate(plan.features)
+        if not feature.dense and not feature.bucketed
+    }
 
     def encode(numbered: tuple[int, SpilledBlock]) -> list[pa.RecordBatch]:
         index, block = numbered
-        ids = {n: i[firsts[index] : firsts[index + 1]] for n, (i, firsts) in looked_up.items()}
-        rows = transform.encode(block.read(), ids)
-        return [_select(rows, selection) for selection in splitter.selections(block)]
+        ids = {name: of_blocks[index] for name, of_blocks in looked_up.items()}
+        rows = learner.transform.encode(block.read(), ids)
+        return [_select(rows, selection) for selection in learner.splitter.selections(block)]
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
@@ -63,7 +51,11 @@ def write_splits(
         bar.total = sum(block.rows for block in blocks)
         writers: dict[str, SplitWriter] = {}
         for parts in map_in_order(encode, enumerate(blocks), workers):
-            for name, part in zip(SPLITS, parts, strict=True):
+            for name, prepared in zip(SPLITS, parts, strict=True):
+                if name == "train" and learner.learns:  # in their order: rows count for later ones
+                    part = append_rates(prepared, training_rates, label.name)
+                else:
+                    part = append_rates(prepared, rates)
                 if name not in writers:
                     repeating = [field for field in part.schema.names if field not in large]
                     writer = SplitWriter(work / f"{name}.parquet", part.schema, repeating)
@@ -76,9 +68,6 @@ def write_splits(
         name: Split(files=(f"{name}.parquet",), rows=rows[name], positives=positives[name])
         for name in SPLITS
     }
-
-
-_NO_IDS = np.empty(0, np.int32)  # an empty file can't be mapped
 
 
 def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:

@@ -34,6 +34,7 @@ from .criteo_rows import CriteoRows, criteo_plan
 from .files import RawFile, find_files, no_header_hint, open_files
 from .infer import json_types, read_types
 from .numbers import Scaling, bucket_names, bucket_numbers
+from .rates import Rates, append_rates
 from .row_source import Part, RowSource, map_parts
 from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
@@ -70,6 +71,8 @@ class Transform:
     """Of the training rows; weights are divided by it, so that they don't change the step size."""
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     """Of each categorical feature."""
+    rates: dict[str, Rates] = field(default_factory=dict)
+    """Of each feature that has rates, if the vocabularies were loaded."""
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -142,7 +145,8 @@ class Transform:
         fields = [  # what is prepared has no null: it is read 1.4 times as fast
             pa.field(name, values.type, nullable=name in passed) for name, values in columns.items()
         ]
-        return pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
+        made = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
+        return append_rates(made, self.rates)
 
     def _age(self, feature: Feature, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """The age of times, 0 if they are later than the training rows; other numbers as is."""
@@ -300,6 +304,8 @@ class Transform:
             made.vocabularies[feature.name] = Vocabulary.read(
                 file, hexadecimal=made.plan.hexadecimal, data=directory
             )
+            if feature.name in made.plan.rated:
+                made.rates[feature.name] = Rates.of(made.vocabularies[feature.name], file)
         return made
 
     @classmethod

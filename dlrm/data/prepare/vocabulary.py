@@ -39,6 +39,8 @@ HEX = pa.string()
 UNSEEN = pa.field("unseen", pa.int32())
 """A further column, if ids were appended: in how many preparations with ``--append-new``, up to the
 last one, no training row had the value."""
+POSITIVES = pa.field("positives", pa.int64())
+"""A further column, if rows get rates: how many of the counted rows have label 1."""
 FEW_IDS = 50_000  # vocabularies up to this size are hashed by each look-up
 
 
@@ -55,6 +57,9 @@ class Vocabulary:
     """The id of all values that are not listed, if there is one."""
     unseen: NDArray[np.int32] | None = None
     """``[V]``, if it was extended: see :data:`UNSEEN`."""
+
+    positives: NDArray[np.int64] | None = None
+    """``[V]``, if rows get rates: see :data:`POSITIVES`."""
 
     def __len__(self) -> int:
         return len(self.values)
@@ -167,27 +172,32 @@ class Vocabulary:
         new = texts_of(values.take(pa.array(made.new))).cast(self.values.type)
         source = np.arange(len(made.counts))
         source[made.given] = len(self) + np.arange(len(made.new))
+        positives = self.positives
+        if positives is not None:
+            positives = np.pad(positives, (0, len(made.new)))[source]
         extended = Vocabulary(
             values=pa.concat_arrays([self.values, new]).take(pa.array(source)),
             counts=made.counts,
             oov_id=self.oov_id,
             unseen=made.unseen,
+            positives=positives,
         )
         return extended, made.ids
 
     def write(self, path: Path) -> None:
-        """Write the columns ``value``, ``id``, ``count`` and, if it was extended, ``unseen``; the
-        row number is the id."""
+        """Write the columns ``value``, ``id``, ``count`` and, if there are any, ``unseen`` and
+        ``positives``; the row number is the id."""
         ids = np.arange(len(self), dtype=np.int32)
         columns = {"value": self.values, "id": ids, "count": self.counts}
         table = pa.table(columns, schema=_schema(self.values.type))
-        if self.unseen is not None:
-            table = table.append_column(UNSEEN, [self.unseen])
+        for column, values in ((UNSEEN, self.unseen), (POSITIVES, self.positives)):
+            if values is not None:
+                table = table.append_column(column, [values])
         with atomic_write(path) as temporary:
             pq.write_table(
                 table,
                 temporary,
-                use_dictionary=["count", UNSEEN.name],
+                use_dictionary=["count", UNSEEN.name, POSITIVES.name],
                 column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                 **ZSTD,
             )
@@ -208,8 +218,9 @@ class Vocabulary:
         """
         schema = _schema(HEX if hexadecimal else TEXT)
         with open_vocabulary(path, data) as file:
-            extended = UNSEEN.name in file.schema_arrow.names
-            schema = schema.append(UNSEEN) if extended else schema
+            further = (UNSEEN, POSITIVES)
+            there = [column for column in further if column.name in file.schema_arrow.names]
+            schema = pa.schema([*schema, *there])
             table = read_vocabulary(file, schema.names).cast(schema)
         values = table["value"].combine_chunks()
         oov_id = pc.index(values.is_null(), True).as_py()
@@ -217,7 +228,8 @@ class Vocabulary:
             values=values,
             counts=table["count"].to_numpy(),
             oov_id=None if oov_id < 0 else oov_id,
-            unseen=table[UNSEEN.name].to_numpy() if extended else None,
+            unseen=table[UNSEEN.name].to_numpy() if UNSEEN in there else None,
+            positives=table[POSITIVES.name].to_numpy() if POSITIVES in there else None,
         )
 
 

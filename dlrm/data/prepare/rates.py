@@ -1,0 +1,114 @@
+"""How often an id occurred, and the share of positives among its rows, as numbers of a row.
+
+A row of an embedding table has to learn both from the few times that its id occurs. A preparation
+counts them, so for each column of ids ``NAME`` there are two more dense features, ``count(NAME)``
+and ``rate(NAME)``. For a training row, only earlier training rows count, so that no row knows its
+own label. For all other rows, whenever they are scored, all training rows count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from .vocabulary import POSITIVES, Vocabulary
+
+PRIOR = 20.0
+"""Rows with the average share of positives that are added to those of each id."""
+LEAST = 1e-6  # share of positives; where there are none, the logit would be infinite
+
+
+def rate_names(feature: str) -> tuple[str, str]:
+    """The names of the two numbers of a column of ids."""
+    return f"count({feature})", f"rate({feature})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The counts that the numbers of a column of ids are made of."""
+
+    counts: NDArray[np.int64]
+    """``[V]`` rows of each id."""
+    positives: NDArray[np.int64]
+    """``[V]`` rows of each id whose label is 1."""
+    share: float
+    """Of positives among all rows."""
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, path: Path) -> Rates:
+        """The counts in the vocabulary of a file.
+
+        Raises:
+            ValueError: it has no positives.
+        """
+        if vocabulary.positives is None:
+            raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
+        share = vocabulary.positives.sum() / max(1, vocabulary.counts.sum())
+        share = float(np.clip(share, LEAST, 1 - LEAST))
+        return cls(counts=vocabulary.counts, positives=vocabulary.positives, share=share)
+
+    def numbers(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The numbers of ``ids [n]``, both of the size that a network expects.
+
+        Returns:
+            ``[2, n]``: a quarter of log(1 + count), and how far the logit of the smoothed share of
+            positives is from that of all rows.
+        """
+        return self._numbers(self.counts[ids], self.positives[ids])
+
+    def _numbers(self, counts: NDArray, positives: NDArray) -> NDArray[np.float32]:
+        share = (positives + PRIOR * self.share) / (counts + PRIOR)
+        rate = np.log(share / (1 - share)) - np.log(self.share / (1 - self.share))
+        return np.stack([np.log1p(counts) / 4, rate]).astype(np.float32)
+
+    def count(self, ids: NDArray[np.int32], labels: NDArray[np.uint8]) -> None:
+        """Count further rows, with ``ids [n]`` and ``labels [n]``."""
+        np.add.at(self.counts, ids, 1)
+        np.add.at(self.positives, ids, labels)
+
+    def numbers_of_training(
+        self, ids: NDArray[np.int32], labels: NDArray[np.uint8]
+    ) -> NDArray[np.float32]:
+        """The numbers of the next training rows, ``[2, n]``, each of which counts for later ones.
+
+        Args:
+            ids, labels: of the rows, ``[n]``.
+        """
+        # Rows of an id next to each other: a running sum, less what it is at their first row.
+        order = np.argsort(ids, kind="stable")
+        place = np.arange(len(ids))
+        first = np.maximum.accumulate(np.where(np.diff(ids[order], prepend=-1), place, 0))
+        sums = np.cumsum(labels[order], dtype=np.int64) - labels[order]
+
+        counts, positives = self.counts[ids], self.positives[ids]
+        counts[order] += place - first
+        positives[order] += sums - sums[first]
+        self.count(ids, labels)
+        return self._numbers(counts, positives)
+
+
+def append_rates(
+    rows: pa.RecordBatch, rates: Mapping[str, Rates], label: str | None = None
+) -> pa.RecordBatch:
+    """Append the numbers of columns of ids to prepared rows.
+
+    Args:
+        rows: the prepared rows.
+        rates: of each of the columns, by name.
+        label: of training rows, the column of labels: these rows are counted.
+    """
+    for feature, own in rates.items():
+        ids = rows[feature].to_numpy()
+        if label is None:
+            numbers = own.numbers(ids)
+        else:
+            numbers = own.numbers_of_training(ids, rows[label].to_numpy())
+        for name, values in zip(rate_names(feature), numbers, strict=True):
+            column = pa.field(name, pa.float32(), nullable=False)
+            rows = rows.append_column(column, pa.array(values))
+    return rows

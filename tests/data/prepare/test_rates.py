@@ -1,0 +1,135 @@
+"""Counts and rates of ids: of earlier rows for training rows, of all training rows for others."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.rates import PRIOR, rate_names
+from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
+from dlrm.data.prepare.transform import Transform
+from dlrm.data.schema import Meta
+
+NAMES = [name for column in ("city", "user") for name in rate_names(column)]
+
+
+def rows(seed, count=400, **columns):
+    rng = np.random.default_rng(seed)
+    made = {"label": rng.integers(0, 2, count), "city": rng.choice([*"abc"], count)}
+    made |= {"user": [f"u{i}" for i in rng.integers(0, 90, count)], "tags": ["x|y"] * count}
+    return pd.DataFrame(made | {"price": rng.random(count)} | columns)
+
+
+def prepare(table, out, ids_of=None, split=("0.8", "0.1", "0.1"), grow=False, **options):
+    path = out.with_suffix(".csv")
+    table.to_csv(path, index=False)
+    split = dict(zip(("train", "val", "test"), split, strict=True))
+    if ids_of is None:
+        columns = {"user": {"kind": "category", "min_count": 3}, "tags": "list"}
+        files, plan = open_and_plan(
+            [path], build_options({"columns": columns, "split": split} | options)
+        )
+    else:
+        files, plan, _ = open_later_rows([path], ids_of, build_options({"split": split}).split)
+    prepare_table(files, plan, out, ids_of=ids_of, grow=grow, progress=False, block_bytes=3000)
+    return [pd.read_parquet(out / f"{split}.parquet") for split in ("train", "val", "test")]
+
+
+def expected(earlier, ids, share):
+    """The numbers of rows that follow the ``(id, label)`` of ``earlier``, one after another."""
+    found = []
+    for own, label in ids:
+        seen = [y for i, y in earlier if i == own]
+        smooth = (sum(seen) + PRIOR * share) / (len(seen) + PRIOR)
+        rate = np.log(smooth / (1 - smooth)) - np.log(share / (1 - share))
+        found.append((np.log1p(len(seen)) / 4, rate))
+        if label is not None:
+            earlier = [*earlier, (own, label)]
+    return np.array(found)
+
+
+def pairs(table, column, labels=True):
+    return list(zip(table[column], table["label"] if labels else [None] * len(table), strict=True))
+
+
+def test_training_rows_know_earlier_rows_and_others_all_of_them(tmp_path):
+    table = rows(0)
+    train, val, test = prepare(table, tmp_path / "data")
+    share = train["label"].mean()
+    for column in ("city", "user"):
+        names = list(rate_names(column))
+        wanted = expected([], pairs(train, column), share)
+        np.testing.assert_allclose(train[names], wanted, atol=1e-6)
+        for later in (val, test):
+            wanted = expected(pairs(train, column), pairs(later, column, labels=False), share)
+            np.testing.assert_allclose(later[names], wanted, atol=1e-6)
+    assert Meta.read(tmp_path / "data").dense == ("price", *NAMES)  # none of a list
+
+    # Raw rows, of which no label is known, get the same numbers.
+    raw = table[320:].drop(columns="label").assign(user=lambda t: t["user"])
+    scored = Transform.load(tmp_path / "data").apply(
+        pa.RecordBatch.from_pandas(raw, preserve_index=False)
+    )
+    pd.testing.assert_frame_equal(
+        scored.to_pandas()[["price", *NAMES]],
+        pd.concat([val, test], ignore_index=True)[["price", *NAMES]],
+    )
+
+
+def test_later_labels_change_no_number_of_an_earlier_row(tmp_path):
+    table = rows(1)
+    first, *_ = prepare(table, tmp_path / "first")
+    table.loc[160:319, "label"] = (
+        table.loc[160:319, "label"].sample(frac=1, random_state=0).to_numpy()
+    )
+    other, *_ = prepare(table, tmp_path / "other")
+    pd.testing.assert_frame_equal(
+        first[:161].drop(columns="label"), other[:161].drop(columns="label")
+    )
+    assert not first[NAMES].equals(other[NAMES])
+
+
+@pytest.mark.parametrize("grow", [False, True])
+def test_later_rows_count_on_if_they_are_learned(tmp_path, grow):
+    first, *_ = prepare(rows(2), tmp_path / "first")
+    split = ("0.5", "0.5", "0")
+    train, val, _ = prepare(rows(3), tmp_path / "second", tmp_path / "first", split, grow)
+    share = pd.concat([first, train] if grow else [first])["label"].mean()
+    before = pairs(first, "city")
+    wanted = expected(before, pairs(train, "city", labels=grow), share)
+    np.testing.assert_allclose(train[list(rate_names("city"))], wanted, atol=1e-6)
+    known = before + (pairs(train, "city") if grow else [])
+    wanted = expected(known, pairs(val, "city", labels=False), share)
+    np.testing.assert_allclose(val[list(rate_names("city"))], wanted, atol=1e-6)
+
+
+def test_without_rates_and_as_earlier_versions_prepared(tmp_path):
+    train, *_ = prepare(rows(4), tmp_path / "data", rates=False)
+    assert not {*NAMES} & {*train.columns}
+    assert (
+        "positives" not in pq.read_schema(tmp_path / "data" / "vocabulary" / "city.parquet").names
+    )
+    path = tmp_path / "data" / "transform.json"
+    content = json.loads(path.read_text())
+    del content["options"]["rates"]
+    path.write_text(json.dumps(content))
+    raw = pa.RecordBatch.from_pandas(rows(5), preserve_index=False)
+    assert not {*NAMES} & {*Transform.load(tmp_path / "data").apply(raw).schema.names}
+
+
+def test_a_vocabulary_without_positives_is_an_error(tmp_path):
+    prepare(rows(6), tmp_path / "data")
+    path: Path = tmp_path / "data" / "vocabulary" / "city.parquet"
+    pq.write_table(pq.read_table(path).drop_columns("positives"), path)
+    with pytest.raises(ValueError, match=r"city.parquet has no column 'positives'; prepare the"):
+        Transform.load(tmp_path / "data")
+
+
+def test_labels_of_one_class_give_finite_numbers(tmp_path):
+    for split in prepare(rows(7, label=1), tmp_path / "data"):
+        assert np.isfinite(split[NAMES]).all(axis=None)
