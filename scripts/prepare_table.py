@@ -92,6 +92,9 @@ def _prepare(options: Namespace) -> None:
     else:
         files, plan = _later_rows(options.inputs, options.ids_of, content, options.config)
     print(format_plan(plan), flush=True)
+    if plan.rated:
+        columns = f"{len(plan.rated)} column{'s' * (len(plan.rated) > 1)}"
+        print(f"counts and rates of the ids of {columns}, from earlier rows (rates: false: none)")
     if options.dry_run:
         print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
         return

@@ -3,7 +3,9 @@
 A row of an embedding table has to learn both from the few times that its id occurs. A preparation
 counts them, so for each column of ids ``NAME`` there are two more dense features, ``count(NAME)``
 and ``rate(NAME)``. For a training row, only earlier training rows count, so that no row knows its
-own label. For all other rows, whenever they are scored, all training rows count.
+own label. For all other rows, whenever they are scored, all training rows count. Counts of earlier
+rows are those that are to be expected of all training rows: else they would tell the time, and be
+larger in later rows than in any row that a model has learned from.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from .vocabulary import POSITIVES, Vocabulary
 
 PRIOR = 20.0
 """Rows with the average share of positives that are added to those of each id."""
+FEW = 100  # rows; after fewer, the count to be expected is that after so many
 LEAST = 1e-6  # share of positives; where there are none, the logit would be infinite
 
 
@@ -37,7 +40,9 @@ class Rates:
     positives: NDArray[np.int64]
     """``[V]`` rows of each id whose label is 1."""
     share: float
-    """Of positives among all rows."""
+    """Of positives among all training rows."""
+    rows: int
+    """All training rows, those that are not counted yet included."""
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, path: Path) -> Rates:
@@ -48,9 +53,11 @@ class Rates:
         """
         if vocabulary.positives is None:
             raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
-        share = vocabulary.positives.sum() / max(1, vocabulary.counts.sum())
-        share = float(np.clip(share, LEAST, 1 - LEAST))
-        return cls(counts=vocabulary.counts, positives=vocabulary.positives, share=share)
+        rows = int(vocabulary.counts.sum())
+        share = float(np.clip(vocabulary.positives.sum() / max(1, rows), LEAST, 1 - LEAST))
+        return cls(
+            counts=vocabulary.counts, positives=vocabulary.positives, share=share, rows=rows
+        )
 
     def numbers(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """The numbers of ``ids [n]``, both of the size that a network expects.
@@ -59,12 +66,15 @@ class Rates:
             ``[2, n]``: a quarter of log(1 + count), and how far the logit of the smoothed share of
             positives is from that of all rows.
         """
-        return self._numbers(self.counts[ids], self.positives[ids])
+        return self._numbers(self.counts[ids], self.positives[ids], 1.0)
 
-    def _numbers(self, counts: NDArray, positives: NDArray) -> NDArray[np.float32]:
+    def _numbers(
+        self, counts: NDArray, positives: NDArray, expected: float | NDArray
+    ) -> NDArray[np.float32]:
+        """The numbers of rows; counts times ``expected`` are those of all training rows."""
         share = (positives + PRIOR * self.share) / (counts + PRIOR)
         rate = np.log(share / (1 - share)) - np.log(self.share / (1 - self.share))
-        return np.stack([np.log1p(counts) / 4, rate]).astype(np.float32)
+        return np.stack([np.log1p(counts * expected) / 4, rate]).astype(np.float32)
 
     def count(self, ids: NDArray[np.int32], labels: NDArray[np.uint8]) -> None:
         """Count further rows, with ``ids [n]`` and ``labels [n]``."""
@@ -85,11 +95,12 @@ class Rates:
         first = np.maximum.accumulate(np.where(np.diff(ids[order], prepend=-1), place, 0))
         sums = np.cumsum(labels[order], dtype=np.int64) - labels[order]
 
+        seen = self.counts.sum() + place
         counts, positives = self.counts[ids], self.positives[ids]
         counts[order] += place - first
         positives[order] += sums - sums[first]
         self.count(ids, labels)
-        return self._numbers(counts, positives)
+        return self._numbers(counts, positives, self.rows / np.maximum(seen, FEW))
 
 
 def append_rates(
