@@ -55,9 +55,7 @@ class Rates:
             raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
         rows = int(vocabulary.counts.sum())
         share = float(np.clip(vocabulary.positives.sum() / max(1, rows), LEAST, 1 - LEAST))
-        return cls(
-            counts=vocabulary.counts, positives=vocabulary.positives, share=share, rows=rows
-        )
+        return cls(counts=vocabulary.counts, positives=vocabulary.positives, share=share, rows=rows)
 
     def numbers(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """The numbers of ``ids [n]``, both of the size that a network expects.
