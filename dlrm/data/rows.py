@@ -35,10 +35,10 @@ def new_rows(reader: RowGroupReader, size: int, *, pinned: bool = False) -> Batc
 
 
 def fill(batch: Batch, rows: Rows) -> None:
-    """Copy rows to where :func:`new_rows` has room for them."""
+    """Copy rows to where :func:`new_rows` has room for them; it has none for bags of ids."""
     targets = (*batch.dense.numpy(), *batch.ids.numpy())
     for target, values in zip(targets, (*rows.dense, *rows.ids), strict=False):
-        target[:] = values  # but for ids of bags, which have no room
+        target[:] = values
     batch.labels.numpy()[:] = rows.labels
     if batch.weights is not None:
         batch.weights.numpy()[:] = rows.weights

@@ -99,6 +99,7 @@ def open_run(run: Path, options: ExportOptions) -> Exporter:
     Raises:
         FileNotFoundError, ValueError: see :func:`export_run`.
     """
+    # The model, and the run's own copy of what describes its data.
     kept = run_directory(run) / KEPT
     with Checkpoint.open(run, best=not options.last) as checkpoint:
         model, state, identity = checkpoint.build_model(), checkpoint.state, checkpoint.run
@@ -114,6 +115,7 @@ def open_run(run: Path, options: ExportOptions) -> Exporter:
     elif options.budget is not None:
         raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
 
+    # Its description names the kinds of the tables, which are plain look-ups afterwards.
     description = _description(model, state, meta, identity, options)
     multi_hot = [column.multi_hot for column in meta.categorical]
     precision = options.tables or (None if options.emb else "fp32")

@@ -41,14 +41,16 @@ def step_of(path: Path) -> tuple[int, int] | None:
     return (int(match[1]), len(match[2])) if match and len(match[1]) < 16 else None
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first. Other files and directories are left out."""
-    found = [
-        path
+def checkpoints(run: Path) -> dict[Path, int]:
+    """The steps of the checkpoints of a run, the newest first. Other files and directories are left
+    out.
+    """
+    keys = {
+        path: key
         for path in _entries(run / CHECKPOINTS)
-        if step_of(path) and path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(found, key=lambda path: step_of(path) or (0, 0), reverse=True)
+        if (key := step_of(path)) and path.is_dir() and not path.is_symlink()
+    }
+    return {path: keys[path][0] for path in sorted(keys, key=keys.__getitem__, reverse=True)}
 
 
 def is_run(path: Path) -> bool:

@@ -72,9 +72,9 @@ def choose(path: Path, best: bool) -> Choice | Exception:
         entries = [_best_of(run, index)] if best or which == BEST else []
         if which != BEST:
             known = index.latest.run if index.latest else None
-            steps = {p.name: run_directory.step_of(p) for p in run_directory.checkpoints(run)}
+            steps = run_directory.checkpoints(run)
             entries.append(index.latest)
-            entries += [Entry(name=n, run=known, step=(s or (0, 0))[0]) for n, s in steps.items()]
+            entries += [Entry(name=path.name, run=known, step=steps[path]) for path in steps]
     except (OSError, ValueError) as error:
         return error
 

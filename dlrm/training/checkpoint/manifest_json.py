@@ -54,12 +54,15 @@ def manifest_from_json(text: bytes) -> Manifest:
         outer = parse_json(text.decode(), LIMITS)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
+
     if not isinstance(outer, dict) or outer.get("format") != FORMAT:
         raise ValueError(f"it is not the manifest of a {FORMAT}")
     if outer.get("version") != VERSION:
         raise ValueError(
             f"it has version {outer.get('version')!r:.50}, this program reads {VERSION}"
         )
+
+    # Its own digest finds what was changed.
     content = outer.get("content")
     try:
         body = _canonical(content)

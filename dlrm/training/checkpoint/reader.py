@@ -104,16 +104,18 @@ class Checkpoint:
                 entry.require(manifest)
             files = TensorFiles(path, manifest)
             found = cls(path, manifest, files)
+
             verified = files.verify(world.rank, world.size)
             try:
                 if meanwhile:
                     meanwhile(found)
-            except ValueError as error:  # of a damaged checkpoint, the damage is told instead
+            except ValueError as error:  # damage, which may be its cause, is reported instead
                 failed = error
             verified()
         except (ValueError, OSError) as error:
             why = reason(error)
 
+        # What one process finds counts for all of them.
         whys = [each for each in world.from_all(why) if each]
         if found and (whys or failed):
             found.close()

@@ -168,6 +168,8 @@ class RunCheckpoints:
         """
         assert self.resumed
         path, state = self.resumed.path, self.resumed.state
+
+        # It must be a state of a run on this data.
         random = state.random_state()
         if state.loader is None or random is None or len(random) != len(torch.get_rng_state()):
             raise ValueError(f"{path} has no state of a training run: use --init_from")
@@ -178,6 +180,7 @@ class RunCheckpoints:
                 "other values; restore the data of the run, or start a new one"
             )
 
+        # The position is stored for the batches of all processes together.
         loader = asdict(state.loader)
         if (there := loader["order"].get("batch_size")) != batch_size:
             unequal = f"batch_size is {batch_size} here and {there!r:.50} in the state"
@@ -195,6 +198,7 @@ class RunCheckpoints:
         self.resumed.close()
         self.saved = state.steps
 
+        # The best checkpoint may be lost.
         progress = state.progress
         index = self._world.from_first(lambda: _go_back(path, state, self._run))
         self.writer.index, best = index, index.best
@@ -259,8 +263,9 @@ def _go_back(path: Path, state: RunState, run_id: str) -> Index:
             validated = state.validated[0] == state.steps and auc > -math.inf
             best = replace(latest, metric=auc) if validated else None
 
-    for old in run_directory.checkpoints(run):
-        if (run_directory.step_of(old) or (0, 0))[0] > state.steps:
+    # Later ones are of steps that will be trained again.
+    for old, step in run_directory.checkpoints(run).items():
+        if step > state.steps:
             aside = run_directory.set_aside(old)
             print_error(
                 f"note: the run continues from {path.name}; {old.name} is set aside as {aside.name}"

@@ -29,6 +29,7 @@ def take(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], int]:
     Returns:
         The copies and their bytes; or the pieces and 0 if there is no room for copies.
     """
+    # Where there is no room on a device, the copies of its pieces are in host memory.
     pieces = [_as_host_memory(piece) for piece in pieces]
     needed: Counter[torch.device] = Counter()
     for piece in pieces:

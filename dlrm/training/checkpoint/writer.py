@@ -268,7 +268,7 @@ class CheckpointWriter:
     def _remove_old(self) -> None:
         """Remove all checkpoints but the last ones and those that the index names."""
         found = run_directory.checkpoints(self._directory)
-        newest = {(run_directory.step_of(path) or (0,))[0]: path for path in reversed(found)}
+        newest = {step: path for path, step in reversed(found.items())}
         kept = {newest[step].name for step in sorted(newest, reverse=True)[: self._keep]}
         kept |= {entry.name for entry in (self.index.latest, self.index.best) if entry}
         for old in found:
