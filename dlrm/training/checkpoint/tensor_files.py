@@ -35,6 +35,8 @@ from dlrm.utils.streams import stream_of
 
 SLICE = 16 << 20
 """Bytes that are copied from a GPU at a time; each thread has two buffers of that size."""
+PART = 64 << 20
+"""Bytes of a tensor that are written, hashed and read one after another."""
 THREADS = 8
 SYNCED = 256 << 20
 """Bytes after which a thread waits for the disk. Without it, the disk would be idle until all is
@@ -70,7 +72,8 @@ def write_file(
     Raises:
         OSError: it can't be written.
     """
-    pieces = sorted(pieces, key=lambda piece: -piece.values.itemsize)  # keeps them aligned
+    pieces = [part for piece in pieces for part in _parts(piece)]
+    pieces.sort(key=lambda piece: -piece.values.itemsize)  # keeps them aligned
     header = _header(pieces, about)
     # The header has the sizes, so that every piece has its place before any is written.
     sizes = [piece.values.nbytes for piece in pieces]
@@ -100,6 +103,19 @@ def write_file(
     sha256 = hashlib.sha256(header).hexdigest()
     stored = StoredFile(bytes=starts[-1], header=len(header), sha256=sha256)
     return stored, [(piece.name, shard) for piece, shard in zip(pieces, shards, strict=True)]
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """A piece in parts of some rows each, since a single thread computes the digest of a part."""
+    values = piece.values
+    rows = len(values) if values.dim() else 1
+    most = max(1, rows * PART // max(1, values.nbytes))
+    if most >= rows:
+        yield piece
+        return
+    for start in range(0, rows, most):
+        offset = (piece.offset[0] + start, *piece.offset[1:])
+        yield Piece(piece.name, offset, values[start : start + most])
 
 
 def _header(pieces: Sequence[Piece], about: Mapping[str, str]) -> bytes:
