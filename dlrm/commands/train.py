@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
-from dlrm.data.frequencies import Counts, read_frequencies
+from dlrm.data.frequencies import IdStatistics
 from dlrm.data.groups import read_groups
 from dlrm.data.prepare.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
@@ -78,12 +78,12 @@ class Run:
         splits = filter(meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
         loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
 
-        counts = cache(lambda: read_frequencies(config.data, meta))
-        spec = model_spec(config, meta, counts)
+        ids = IdStatistics(config.data, meta)
+        spec = model_spec(config, meta, ids)
         if resumed:
             resumed.require_spec(spec)
         torch.manual_seed(config.seed)
-        self.model, sharding = build_model(config, spec, meta, world, counts)
+        self.model, sharding = build_model(config, spec, meta, world, ids.counts)
         self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
             start = NewRows(config.new_rows, config.seed)
@@ -127,7 +127,7 @@ class Run:
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
         active = world.first and not self.finished
         self.tracker = tracking.Tracker(place, step=step, active=active)
-        self._print_plan(resolved, spec, counts, sharding.text if sharding else "")
+        self._print_plan(resolved, spec, ids, sharding.text if sharding else "")
 
     @property
     def directory(self) -> Path:
@@ -285,7 +285,7 @@ class Run:
         optimizer = state_bytes(self.model, self.step.optimizers[1], self.world)
         return report.embedding_sizes(self.model, optimizer)
 
-    def _print_plan(self, resolved: str, spec: ModelSpec, counts: Counts, sharding: str) -> None:
+    def _print_plan(self, resolved: str, spec: ModelSpec, ids: IdStatistics, sharding: str) -> None:
         config, meta, sizes = self.config, self.train_data.meta, self._sizes()
         if not self.world.first:
             return
@@ -298,7 +298,7 @@ class Run:
         note_plan(config, spec, sizes["embeddings/compression"])
         opening = report.opening(config.emb, self.model, meta.splits, sizes)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
-        shown = sharding, auto_plan(config, spec, tables, counts), opening, sampled
+        shown = sharding, auto_plan(config, spec, tables, ids), opening, sampled
         print(*filter(None, shown), sep="\n")
 
     def _save(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 
 import torch
 
 from dlrm.config.build import build_optimizers
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.schema import RunConfig
-from dlrm.data.frequencies import read_frequencies
+from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.model import DLRM
@@ -37,8 +36,8 @@ def describe(config: RunConfig) -> str:
         raise ValueError(f"{config.data} has no training rows")
 
     # The model has shapes, but no memory.
-    counts = cache(lambda: read_frequencies(config.data, meta))
-    spec = model_spec(config, meta, counts)
+    ids = IdStatistics(config.data, meta)
+    spec = model_spec(config, meta, ids)
     with torch.device("meta"):
         model = DLRM(**spec)
         dense, sparse = build_optimizers(config.optim, model)
@@ -50,7 +49,7 @@ def describe(config: RunConfig) -> str:
 
     tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes)
     lines = [
-        auto_plan(config, spec, tables, counts) or tables,
+        auto_plan(config, spec, tables, ids) or tables,
         f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
         _steps(config, meta),
     ]

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TypedDict, cast
 
 from dlrm.config.schema import RunConfig
-from dlrm.data.frequencies import Counts
+from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta
-from dlrm.sparse_arch.auto import kept_share
+from dlrm.sparse_arch.auto import expected_loss
 from dlrm.sparse_arch.table_plan import AUTO, TablePlan, make_table_plan
 
 
@@ -27,13 +27,13 @@ class ModelSpec(TypedDict):
     cross_rank: int
 
 
-def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
+def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
     """The arguments of the model that a configuration describes, for the tables of the data.
 
     Args:
         config: of the run.
         meta: of its data.
-        counts: called if a budget depends on how often each id occurs.
+        ids: how often ids occur and what they say about the label, if a budget depends on it.
     """
     tables = asdict(config.tables)
     tables.pop("dtype")
@@ -46,7 +46,8 @@ def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
         options=config.methods,
         **tables,
         budget=config.budget,
-        counts=counts,
+        counts=ids.counts,
+        effects=ids.effects,
         dtype=dtype,
         ordered=not meta.extends,
         trained=config.init_from is not None,
@@ -64,7 +65,7 @@ def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
     return cast(ModelSpec, spec)
 
 
-def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, counts: Counts) -> str:
+def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, ids: IdStatistics) -> str:
     """The text that ``--emb auto`` prints: its plan, and the loss that it expects; empty for
     other kinds.
 
@@ -72,13 +73,21 @@ def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, counts: Counts) -
         config: of the run.
         spec: of its model.
         tables: the plan as text.
-        counts: how often each id occurs.
+        ids: how often ids occur and what they say about the label.
     """
     if config.emb != AUTO:
         return ""
     dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
-    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts(), dtype)
-    return (
-        f"{tables}\nauto expects to lose {lost:.1%} of what full tables learn, by how often "
-        "their ids occur"
+    lost = expected_loss(
+        spec["plan"], spec["num_embeddings"], dim, ids.counts(), ids.effects(), dtype
     )
+    text = (
+        f"{tables}\nauto expects a log loss {lost:.4f} higher than that of full tables, by how "
+        "often their ids occur and what they say about the label"
+    )
+    if not ids.meta.effects:
+        text += (
+            f"\n{config.data} does not have what its ids say: it was estimated from training rows; "
+            "data that is prepared again has it"
+        )
+    return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from dlrm.data.evidence import read_effects
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
@@ -22,6 +24,24 @@ from dlrm.utils.cpus import cpu_count
 MOST_ROWS = 1 << 24  # training rows to count; of a larger split, evenly spaced row groups
 Counts = Callable[[], list[Tensor]]
 """Returns the occurrences of every id of every column, as :func:`read_frequencies`."""
+
+
+class IdStatistics:
+    """How often the ids of each column occur, and what they say about the label.
+
+    Both are read when they are first asked for.
+
+    Args:
+        directory: the directory of the data.
+        meta: its description.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], meta: Meta) -> None:
+        self.meta = meta
+        self.counts = cache(lambda: read_frequencies(directory, meta))
+        self.effects = cache(lambda: read_effects(directory, meta, self.counts))
+
+
 _COUNTED = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
 
 

@@ -127,6 +127,9 @@ class Meta(Closed):
     """Name, size in bytes and SHA-256 of each raw input file."""
     planted: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     """For synthetic data: the best possible metrics of each split, those of the label model."""
+    effects: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
+    """How much the ids of each column say about the label, by how often they occur, as estimated
+    from the training rows; see :mod:`dlrm.data.evidence`. Older data does not have it."""
     fingerprint: str | None = None
     """Of data made from raw rows; see :func:`dlrm.data.prepare.fingerprint.fingerprint`."""
     extends: tuple[EarlierData, ...] = ()

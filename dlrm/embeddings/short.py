@@ -32,6 +32,9 @@ class Short(SharedRows):
     With ``keep``, only the first ids of a table have a row each, and all later ids share one more;
     ids are in order of falling frequency. The shared row is stored first.
 
+    Where each weight moves as far in a step as those of longer rows, as with Adagrad and Adam, a
+    vector of fewer weights learns less. A ``scale`` above 1 makes up for that.
+
     Optimizer rules see the stored rows: row-wise Adagrad has one accumulator for all ids of a
     stored row, and Adam's momentum moves them all when one is used.
 
@@ -39,9 +42,10 @@ class Short(SharedRows):
         dim: weights of a row.
         keep: how many ids of a table have a row of their own; by default all. In code it may be a
             list with one number for each table.
+        scale: factor on the weights of a row. A budget sets it to ``sqrt(D / dim)``.
 
     Raises:
-        ValueError: ``dim`` is out of range.
+        ValueError: ``dim`` is out of range, or ``scale`` is not positive.
     """
 
     per_table = frozenset({"keep"})
@@ -55,14 +59,18 @@ class Short(SharedRows):
         *,
         dim: int = 4,
         keep: int | list[int] | None = None,
+        scale: float = 1.0,
         **common: Unpack[Common],
     ) -> None:
         check_row_dim(dim, embedding_dim, self.kind())
+        if not scale > 0:
+            raise ValueError(f"short scale is {scale}; set --short.scale to a number above 0")
         num_short = num_kept_of(num_embeddings, keep, self.kind())
         per_row = embedding_dim // dim
         stored = [-(-rows // per_row) for rows in num_short]
         super().__init__(num_embeddings, embedding_dim, stored, row_dim=per_row * dim, **common)
-        self.dim, self.per_row, self.num_short = dim, per_row, num_short
+        self.dim, self.per_row, self.scale = dim, per_row, scale
+        self.num_short = num_short
         self.register_buffer("_num_short", torch.tensor(num_short), persistent=False)
         self._num_short: Tensor  # [F], rows of each table, the shared one included
         self.reset_parameters()
@@ -70,12 +78,12 @@ class Short(SharedRows):
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows, place = place_of(ids, self._num_short[tables], self.per_row)
         stored = super().vectors(tables, rows, context)
-        return widen(stored, place, self.dim, self.embedding_dim)
+        return widen(stored, place, self.scale, self.dim, self.embedding_dim)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows, place = place_of(ids, self._num_short[:, None], self.per_row)
         stored = super().lookup(rows, context)
-        return widen(stored, place.t(), self.dim, self.embedding_dim)
+        return widen(stored, place.t(), self.scale, self.dim, self.embedding_dim)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if not use_triton(self.weight, None):
@@ -92,7 +100,7 @@ class Short(SharedRows):
             self.weight, begin, Bags(rows, ones), sparse=self.sparse, context=of_rows
         ).squeeze(1)
 
-        short = widen(stored, place, self.dim, self.dim)
+        short = widen(stored, place, self.scale, self.dim, self.dim)
         pooled = pool_bags(short, bags, self.num_tables, mode=self.mode, dtype=context.dtype)
         return functional.pad(pooled, (0, self.embedding_dim - self.dim))
 
@@ -102,7 +110,7 @@ class Short(SharedRows):
         The other weights are lost: ``block`` fits trained tables better.
         """
         own, kept = self.num_short[table] - 1, self.num_kept[table]
-        weight = weight[:, : self.dim]
+        weight = weight[:, : self.dim] / self.scale
         short = torch.cat([weight[own:].mean(0, keepdim=True), weight[:own]])
         short = functional.pad(short, (0, 0, 0, kept * self.per_row - len(short)))
         return short.view(kept, -1)
@@ -123,7 +131,15 @@ class Short(SharedRows):
             return max(1, bisect_right(dims, room, key=lambda dim: size(rows, dim)))
 
         options = allocate(budget.num_embeddings, longest, size, budget.size, cls.kind())
-        return [None if dim == embedding_dim else {"dim": dim} for dim in options]
+        return [
+            None if dim == embedding_dim else {"dim": dim, "scale": scale_of(dim, embedding_dim)}
+            for dim in options
+        ]
+
+
+def scale_of(dim: int, embedding_dim: int) -> float:
+    """The scale of rows of ``dim`` weights that are trained."""
+    return round((embedding_dim / dim) ** 0.5, 2)
 
 
 def place_of(ids: Tensor, count: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
@@ -139,10 +155,12 @@ def place_of(ids: Tensor, count: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
     return index // per_row, index % per_row
 
 
-def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor:
-    """The ``dim`` weights at a ``place [...]`` of stored rows ``[..., k * dim]``, with zeros up to
-    the embedding dim.
+def widen(stored: Tensor, place: Tensor, scale: float, dim: int, embedding_dim: int) -> Tensor:
+    """The ``dim`` weights at a ``place [...]`` of stored rows ``[..., k * dim]`` times ``scale``,
+    with zeros up to the embedding dim.
     """
     parts = stored.unflatten(-1, (-1, dim))
     index = place[..., None, None].expand(*place.shape, 1, dim)
-    return functional.pad(parts.gather(-2, index).squeeze(-2), (0, embedding_dim - dim))
+    short = parts.gather(-2, index).squeeze(-2)
+    short = short if scale == 1 else short * scale
+    return functional.pad(short, (0, embedding_dim - dim))

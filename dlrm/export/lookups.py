@@ -75,13 +75,14 @@ class ShortLookup(nn.Module):
         super().__init__()
         self.stored = RowLookup(group, precision)
         self.dim, self.embedding_dim, self.per_row = group.dim, group.embedding_dim, group.per_row
+        self.scale = group.scale
         self.register_buffer("num_short", group._num_short)
         self.num_short: Tensor  # [F]
 
     def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
         """As in :class:`RowLookup`."""
         rows, place = place_of(ids, self.num_short[tables], self.per_row)
-        return widen(self.stored(tables, rows), place, self.dim, self.embedding_dim)
+        return widen(self.stored(tables, rows), place, self.scale, self.dim, self.embedding_dim)
 
 
 class DynamicLookup(nn.Module):

@@ -14,7 +14,8 @@ import dlrm
 
 PACKAGE = "dlrm_reader"
 CARRIED = (
-    *("data/__init__.py", "data/column_values.py", "data/parquet.py", "data/schema.py"),
+    *("data/__init__.py", "data/column_values.py", "data/evidence.py", "data/parquet.py"),
+    "data/schema.py",
     *("data/splits.py", "data/threads.py", "data/prepare/*.py"),
     *("utils/__init__.py", "utils/atomic.py", "utils/cpus.py", "utils/documents.py"),
     *("utils/messages.py", "utils/validation.py"),

@@ -1,13 +1,14 @@
 """``--emb auto``: the rows, row length and bits of each table that make the best use of a budget.
 
-How much a table loses by compression follows from how often its ids occur. An id that occurs ``n``
-times in training has a fraction ``n / (n + RARE)`` of its effect learned, and is used ``n`` times.
-Rare values say more than common ones do: the variance of their effect is taken to fall as
-``n^-SPECIFIC``. So the utility of a row of its own is ``n^(2 - SPECIFIC) / (n + RARE)``. A row of
-``d`` weights keeps all of that except a part that falls as ``1 / d``; fewer bits keep a little
-less. Every byte has the same price. Each table gets the number of rows, the length and the bits
-with the highest utility minus price, and the price is chosen so that all tables together use up the
-budget: no byte would be worth more in another table.
+What a row is worth follows from the labels (:mod:`dlrm.data.evidence`). Say that what ids say has
+the variance ``e``, as a part of that of labels. Of an id that occurs ``n`` times, training learns
+the fraction ``e / (e + 1 / n)``, and uses it ``n`` times. So a row of its own explains
+``n e^2 / (e + 1 / n)`` of the variance of all labels.
+
+A row of ``d`` weights keeps all of that except a part that falls as ``1 / d``; fewer bits keep a
+little less. Every byte has the same price. Each table gets the number of rows, the length and the
+bits with the highest utility minus price, and the price is chosen so that all tables together use
+up the budget: no byte would be worth more in another table.
 
 The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
 that keeps some of them is ``drop``. One with shorter rows is ``short``: zeros follow the weights,
@@ -29,13 +30,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dlrm.data.evidence import RANGES, SMALLEST, Effects, range_of
 from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE
+from dlrm.embeddings.short import scale_of
 from dlrm.kernels.update.packed import record_bytes
 
-RARE = 10.0  # occurrences at which half of the effect of an id on the label is known
-SPECIFIC = 0.25  # power by which the variance of effects falls with frequency
 FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
 FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rounded rows
+EQUAL: Effects = (0.1,) * RANGES  # if nothing is known of what ids say
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
 STEPS = 80  # of the bisection
 
@@ -127,6 +129,7 @@ class Table:
         rows: number of ids V.
         embedding_dim: length D of a full row.
         count: occurrences of each id, ``[V]``, in falling order except for single ids.
+        effects: how much ids say, see :data:`~dlrm.data.evidence.Effects`.
         dtypes: types that rows may have.
         projected: see :class:`RowFormat`.
     """
@@ -136,18 +139,17 @@ class Table:
         rows: int,
         embedding_dim: int,
         count: Tensor,
+        effects: Effects,
         dtypes: Sequence[str] = ("fp32",),
         projected: bool = False,
     ) -> None:
         self.rows = rows
-        count, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
-        count = count.double()
-        utility = count ** (2 - SPECIFIC) / (count + RARE)  # of an id of each run
-        # NumPy needs less time for searches of single values, of which there are thousands.
-        self._utility = utility.numpy()
-        self._ends = lengths.cumsum(0).numpy()
-        self._total = (utility * lengths).cumsum(0).numpy()  # of all ids up to the end of a run
-        self._rising = -utility.flip(0).cummax(0).values.flip(0).numpy()
+        values, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
+        counts = values.double().numpy()
+        effect = np.array(effects)[range_of(counts)].clip(SMALLEST)
+        utility = counts * effect**2 / (effect + 1 / counts.clip(1))  # of an id of each run
+        self._ends = np.append(0, lengths.cumsum(0).numpy())
+        self._totals = np.append(0, (utility * lengths.numpy()).cumsum())  # up to each end
 
         shorter = (2**k for k in range(embedding_dim.bit_length()))
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
@@ -165,20 +167,15 @@ class Table:
         return row_format.size(min(keep + 1, self.rows))
 
     def utility(self, row_format: RowFormat, keep: int) -> float:
-        """How much of the effect of the ids ``keep`` rows preserve."""
-        run = min(int(np.searchsorted(self._ends, keep)), len(self._ends) - 1)
-        beyond = int(self._ends[run]) - keep
-        return row_format.quality * float(self._total[run] - beyond * self._utility[run])
+        """How much of the variance of the labels ``keep`` rows explain, in rows of the data."""
+        return row_format.quality * float(np.interp(keep, self._ends, self._totals))
 
     def best_at_price(self, price: float) -> Choice:
         """The rows with the highest utility minus price."""
         options = []
         for index, row_format in enumerate(self.formats):
-            least = row_format.row_bytes * price / row_format.quality
-            run = int(np.searchsorted(self._rising, -least))
-            keep = int(self._ends[run - 1]) if run else 0
-            if keep >= self.rows - 1:
-                keep = self.rows  # a single id needs no shared row
+            gains = row_format.quality * self._totals - price * row_format.row_bytes * self._ends
+            keep = self._all_but_one(int(self._ends[gains.argmax()]))
             gain = self.utility(row_format, keep) - price * self.size(row_format, keep)
             options.append((gain, index, keep))
         _, index, keep = max(options)
@@ -190,10 +187,14 @@ class Table:
         for index, row_format in enumerate(self.formats):
             keep = row_format.rows_within(size) - 1
             if keep >= 0:
-                keep = self.rows if keep >= self.rows - 1 else keep
+                keep = self._all_but_one(keep)
                 options.append((self.utility(row_format, keep), index, keep))
         _, index, keep = max(options)
         return self.formats[index], keep
+
+    def _all_but_one(self, keep: int) -> int:
+        """A single id needs no shared row."""
+        return self.rows if keep >= self.rows - 1 else keep
 
     def kind_and_options(self, row_format: RowFormat, keep: int) -> tuple[str, dict[str, Any]]:
         """The embedding kind of such a table, and its options."""
@@ -202,9 +203,12 @@ class Table:
             options["dtype"] = row_format.dtype
         if keep < self.rows - 1:
             options["keep"] = keep
-        if row_format.dim < row_format.embedding_dim:
-            return "block" if row_format.projected else "short", {"dim": row_format.dim, **options}
-        return "drop" if "keep" in options else "dense", options
+        dim, embedding_dim = row_format.dim, row_format.embedding_dim
+        if dim == embedding_dim:
+            return "drop" if "keep" in options else "dense", options
+        if row_format.projected:
+            return "block", {"dim": dim, **options}
+        return "short", {"dim": dim, "scale": scale_of(dim, embedding_dim), **options}
 
 
 def choose_tables(
@@ -212,6 +216,7 @@ def choose_tables(
     embedding_dim: int,
     budget: int,
     counts: Sequence[Tensor],
+    effects: Sequence[Effects],
     *,
     dtypes: Sequence[str] = ("fp32",),
     trained: bool = False,
@@ -223,6 +228,7 @@ def choose_tables(
         embedding_dim: length of a row.
         budget: bytes for all tables together.
         counts: how often each id of each table occurs; ids are in order of falling frequency.
+        effects: how much the ids of each table say about the label.
         dtypes: types that rows may have; a table of another type than the first has the option
             ``dtype``. int4 is left out in training, unless there is no other.
         trained: whether the tables will be fitted to trained ones, which takes a matrix for shorter
@@ -234,8 +240,8 @@ def choose_tables(
     if not trained:
         dtypes = [dtype for dtype in dtypes if dtype != "int4"] or dtypes
     tables = [
-        Table(rows, embedding_dim, count, dtypes, projected=trained)
-        for rows, count in zip(num_embeddings, counts, strict=True)
+        Table(rows, embedding_dim, count, own, dtypes, projected=trained)
+        for rows, count, own in zip(num_embeddings, counts, effects, strict=True)
     ]
 
     def total(choice: Sequence[Choice]) -> int:
@@ -269,31 +275,54 @@ def choose_tables(
             break
         left += tables[index].size(*choice[index]) - tables[index].size(*more)
         choice[index] = more
-    return [table.kind_and_options(*own) for table, own in zip(tables, choice, strict=True)]
+    plan = [table.kind_and_options(*own) for table, own in zip(tables, choice, strict=True)]
+    return _look_up_together(plan, num_embeddings)
 
 
-def kept_share(
+def _look_up_together(
+    plan: Sequence[tuple[str, dict[str, Any]]], num_embeddings: Sequence[int]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Give tables with equal rows equal options: those of one group take one launch."""
+
+    def rows_of(options: Mapping[str, Any]) -> tuple[Any, ...]:
+        return options.get("dim"), options.get("dtype")
+
+    partly = {rows_of(options) for _, options in plan if "keep" in options}
+    found = []
+    for (kind, options), rows in zip(plan, num_embeddings, strict=True):
+        if "keep" not in options and rows_of(options) in partly:
+            kind = "drop" if kind == "dense" else kind
+            options = {**options, "keep": rows}
+        found.append((kind, options))
+    return found
+
+
+def expected_loss(
     plan: Sequence[tuple[str, Mapping[str, Any]]],
     num_embeddings: Sequence[int],
     embedding_dim: int,
     counts: Sequence[Tensor],
+    effects: Sequence[Effects],
     dtype: str = "fp32",
 ) -> float:
-    """Estimate the share of what full tables learn that the tables of a plan learn, in [0, 1].
+    """Estimate how much larger the log loss is with the tables of a plan than with full ones.
+
+    Explaining a part of the variance of labels lowers the log loss by half of that part.
 
     Args:
         plan: kind and options of each table, as :func:`choose_tables` returns them.
-        num_embeddings, embedding_dim, counts: as in :func:`choose_tables`.
+        num_embeddings, embedding_dim, counts, effects: as in :func:`choose_tables`.
         dtype: type of the tables that have no option ``dtype``.
     """
-    kept = full = 0.0
-    for (_, options), rows, count in zip(plan, num_embeddings, counts, strict=True):
-        table = Table(rows, embedding_dim, count)
-        own = RowFormat(
+    lost = 0.0
+    for (_, options), rows, count, own in zip(plan, num_embeddings, counts, effects, strict=True):
+        table = Table(rows, embedding_dim, count, own)
+        chosen = RowFormat(
             dim=options.get("dim", embedding_dim),
             dtype=options.get("dtype", dtype),
             embedding_dim=embedding_dim,
         )
-        kept += table.utility(own, options.get("keep", rows))
-        full += table.utility(table.formats[-1], rows)
-    return kept / full if full else 1.0
+        kept = table.utility(chosen, options.get("keep", rows))
+        full = table.utility(table.formats[-1], rows)
+        lost += (full - kept) / max(int(count.sum()), 1)
+    return lost / 2

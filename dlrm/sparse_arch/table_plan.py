@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dlrm.data.evidence import Effects
 from dlrm.embeddings.common.budget import DTYPES, Budget, row_bytes
 from dlrm.embeddings.registry import available
-from dlrm.sparse_arch.auto import choose_tables
+from dlrm.sparse_arch.auto import EQUAL, choose_tables
 from dlrm.utils.messages import align_right, did_you_mean, format_bytes, printable
 
 TablePlan = list[tuple[str, dict[str, Any]]]
@@ -36,6 +37,7 @@ def make_table_plan(
     kinds: Mapping[str, str] | None = None,
     budget: str | None = None,
     counts: Callable[[], Sequence[Tensor]] | None = None,
+    effects: Callable[[], Sequence[Effects]] | None = None,
     dtype: str = "fp32",
     ordered: bool = True,
     trained: bool = False,
@@ -56,6 +58,8 @@ def make_table_plan(
         budget: memory for all tables together, as :func:`parse_bytes` reads it; it decides the
             options of the tables to compress.
         counts: returns how often each id of each table occurs; called if the budget needs it.
+        effects: returns how much the ids of each table say about the label; called for ``auto``. By
+            default all say equally much.
         dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`; ``auto``
             gives tables this type or one of fewer bits, as the option ``dtype``.
         ordered: whether ids are in order of falling frequency, as some kinds need them.
@@ -85,7 +89,16 @@ def make_table_plan(
     if budget is not None:
         given = options.get(kind, {})
         fitted = _fit_budget(
-            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, dtype, trained
+            kind,
+            chosen,
+            num_embeddings,
+            embedding_dim,
+            budget,
+            given,
+            counts,
+            effects,
+            dtype,
+            trained,
         )
         for table, (own, found) in zip(chosen, fitted, strict=True):
             plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
@@ -216,6 +229,7 @@ def _fit_budget(
     budget: str,
     options: Mapping[str, Any],
     counts: Callable[[], Sequence[Tensor]] | None,
+    effects: Callable[[], Sequence[Effects]] | None,
     dtype: str,
     trained: bool,
 ) -> TablePlan:
@@ -243,9 +257,11 @@ def _fit_budget(
         known = counts_of_chosen()
         if known is None:
             raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
+        every = effects() if effects else [EQUAL] * len(num_embeddings)
+        said = [every[table] for table in chosen]
         narrower = DTYPES[DTYPES.index(dtype) :]  # the planner may choose fewer bits
         return choose_tables(
-            sizes, embedding_dim, limit - dense, known, dtypes=narrower, trained=trained
+            sizes, embedding_dim, limit - dense, known, said, dtypes=narrower, trained=trained
         )
 
     # Options that the user set stay; the kind finds the others.

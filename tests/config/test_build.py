@@ -7,6 +7,7 @@ from dlrm.config.build import build_model
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec
 from dlrm.data import synthetic
+from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
@@ -26,7 +27,11 @@ def test_trains_move_as_dense_rows_under_plain_sgd_only(rule, data):
     meta = Meta.read(data)
     torch.manual_seed(0)
     model, _ = build_model(
-        config, model_spec(config, meta, list), meta, World.from_environment(), list
+        config,
+        model_spec(config, meta, IdStatistics(config.data, meta)),
+        meta,
+        World.from_environment(),
+        list,
     )
     group = next(group for group in model.sparse_arch.groups if group.kind() == "tt")
     first, second, last = (core.detach().std().item() for core in group.cores)

@@ -25,7 +25,7 @@ COMPRESSED = [
     ("block", {"dim": 3, "keep": 5}),
     ("drop", {"keep": 5}),
     ("short", {"dim": 3}),
-    ("short", {"dim": 1, "keep": 90}),
+    ("short", {"dim": 1, "keep": 90, "scale": 2.5}),
     ("tt", {"rank": 3}),
     ("tt", {"rank": 3, "keep": 5}),
     ("robe", {"rows": 7, "block": 2}),

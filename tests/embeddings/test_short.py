@@ -139,3 +139,15 @@ def test_a_dim_that_is_not_possible_is_refused():
     for dim in (0, 9):
         with pytest.raises(ValueError, match=rf"short dim is {dim}; set --short.dim to 1 .. 8"):
             build("short", [5], 8, dim=dim)
+
+
+def test_a_scale_multiplies_the_weights():
+    group = build("short", [50], 8, dim=2, keep=20, scale=3.0)
+    torch.testing.assert_close(group.to_dense()[0, :2], 3 * group.weight[0, 2:4])
+    weight = torch.randn(50, 8)
+    fitted = type(group).from_dense([weight], dim=2, keep=20, scale=3.0).to_dense()
+    torch.testing.assert_close(fitted[:20, :2], weight[:20, :2])
+    with pytest.raises(
+        ValueError, match=r"short scale is 0; set --short.scale to a number above 0"
+    ):
+        build("short", [50], 8, scale=0)

@@ -26,6 +26,7 @@ from trees import as_json, mutate_text, mutate_values
 from dlrm.commands.compare import read as read_runs
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec
+from dlrm.data.frequencies import IdStatistics
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.embeddings import available
@@ -104,7 +105,7 @@ def judge_data(directory: Path, kind: str) -> Outcome:
     given = ["--emb", kind, "--data", str(directory), "--model.embedding_dim", "4"]
     config, _ = parse([*given, "--tables.threshold", "1000", "--model.top_mlp", "4"], KINDS)
     with out_of_memory_advice(config.data, 4):
-        DLRM(**model_spec(config, meta, list))
+        DLRM(**model_spec(config, meta, IdStatistics(config.data, meta)))
     return Outcome.EQUAL
 
 

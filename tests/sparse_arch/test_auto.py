@@ -3,17 +3,29 @@ from itertools import product
 import pytest
 import torch
 
+from dlrm.data.evidence import RANGES
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.budget import DTYPES, Budget
 from dlrm.embeddings.drop import Drop
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.auto import RARE, SPECIFIC, RowFormat, Table, choose_tables, kept_share
+from dlrm.sparse_arch.auto import EQUAL, RowFormat, Table, choose_tables, expected_loss
 from dlrm.sparse_arch.table_plan import make_table_plan
 from tests.kit import combinations
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
+MUCH, LITTLE = EQUAL, (0.01,) * RANGES  # what the ids of a column say
+
+
+def choose(sizes, dim, budget, counts, effects=None, **options):
+    effects = effects or [MUCH] * len(sizes)
+    return choose_tables(sizes, dim, budget, counts, effects, **options)
+
+
+def loss(plan, counts, dim, effects=None):
+    sizes = [len(count) for count in counts]
+    return expected_loss(plan, sizes, dim, counts, effects or [MUCH] * len(sizes))
 
 
 def zipf(rows, most=2**20):
@@ -27,7 +39,7 @@ def utility(table_plan, counts, dim):
         count = count[: options.get("keep", len(count))].double()
         kept = 1 - 0.2 / options.get("dim", dim)
         kept *= {"int4": 0.995, "int8": 0.9998, "bf16": 0.9999}.get(options.get("dtype"), 1)
-        total += kept * float((count ** (2 - SPECIFIC) / (count + RARE)).sum())
+        total += kept * float((count * 0.1**2 / (0.1 + 1 / count)).sum())
     return total
 
 
@@ -45,7 +57,7 @@ def footprint(sizes, dim, plan):
 def test_a_budget_is_kept_and_used(ratio, dtypes):
     budget = sum(CAPPED) * 64 // ratio
     counts = [zipf(rows) for rows in CAPPED]
-    chosen = choose_tables(CAPPED, 16, budget, counts, dtypes=dtypes)
+    chosen = choose(CAPPED, 16, budget, counts, dtypes=dtypes)
     if dtypes[0] != "fp32":  # the type of all tables of the model, which the plan leaves out
         chosen = [(kind, {"dtype": dtypes[0], **own}) for kind, own in chosen]
     total, groups = footprint(CAPPED, 16, chosen)
@@ -71,8 +83,8 @@ def test_a_table_that_is_most_of_the_budget_uses_it(ratio):
     rows = 20_000
     count = 1e6 * torch.arange(1, rows + 1).double() ** -1.05
     budget = int(64 * rows / ratio)
-    ((_, options),) = choose_tables([rows], 16, budget, [count.round().long()])
-    table = Table(rows, 16, count)
+    ((_, options),) = choose([rows], 16, budget, [count.round().long()])
+    table = Table(rows, 16, count, MUCH)
     own = RowFormat(dim=options.get("dim", 16), dtype="fp32", embedding_dim=16)
     assert table.size(own, options.get("keep", rows)) <= budget
     best = max(
@@ -86,8 +98,8 @@ def test_a_table_that_is_most_of_the_budget_uses_it(ratio):
 def test_nothing_is_compressed_where_the_budget_does_not_ask_for_it():
     sizes = [100, 7]
     counts = [zipf(rows) for rows in sizes]
-    assert choose_tables(sizes, 16, 4 * 16 * 107, counts, dtypes=DTYPES) == [("dense", {})] * 2
-    assert kept_share([("dense", {})] * 2, sizes, 16, counts) == 1
+    assert choose(sizes, 16, 4 * 16 * 107, counts, dtypes=DTYPES) == [("dense", {})] * 2
+    assert loss([("dense", {})] * 2, counts, 16) == 0
 
 
 def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
@@ -95,12 +107,12 @@ def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
     counts = [zipf(40, 300), zipf(12, 90)]
     forms = [RowFormat(dim=own, dtype="fp32", embedding_dim=dim) for own in (1, 2, 4)]
     offers = [
-        [(Table(rows, dim, counts[t]).size(row_format, keep), keep, row_format.dim)
+        [(Table(rows, dim, counts[t], MUCH).size(row_format, keep), keep, row_format.dim)
          for row_format in forms for keep in range(rows)]
         for t, rows in enumerate(sizes)
     ]  # fmt: skip
     for budget in (150, 250, 400, 700):
-        found = utility(choose_tables(sizes, dim, budget, counts), counts, dim)
+        found = utility(choose(sizes, dim, budget, counts), counts, dim)
         best = max(
             utility([("", {"keep": k, "dim": d}) for _, k, d in pair], counts, dim)
             for pair in product(*offers)
@@ -111,21 +123,44 @@ def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
 
 def test_frequent_ids_get_more_bytes():
     counts = [zipf(1000, 2**18), zipf(1000, 2**8)]
-    (_, often), (_, seldom) = choose_tables([1000, 1000], 16, 16_000, counts)
+    (_, often), (_, seldom) = choose([1000, 1000], 16, 16_000, counts)
     assert often["keep"] > seldom["keep"]
     assert often.get("dim", 16) >= seldom["dim"]
+
+
+def test_columns_whose_ids_say_more_get_more_bytes():
+    """Rows are not given up because they are rare, but because they say little."""
+    counts = [torch.full((5000,), 4), torch.full((5000,), 100)]
+    plan = choose([5000, 5000], 16, 40_000, counts, [MUCH, (0.0001,) * RANGES])
+    (_, rare), (_, frequent) = plan
+    assert rare["keep"] > 10 * frequent["keep"]
+    assert loss(plan, counts, 16, [MUCH, LITTLE]) > loss(
+        plan, counts, 16, [LITTLE, (0.0,) * RANGES]
+    )
+
+
+def test_tables_of_equal_rows_are_one_group():
+    """With all rows kept or not: each group takes a launch."""
+    sizes = [300, 1000, 5000]
+    whole = 0
+    for budget in range(10_000, 90_000, 4000):
+        plan = choose(sizes, 16, budget, [zipf(rows) for rows in sizes], dtypes=("int8",))
+        _, groups = footprint(sizes, 16, plan)
+        assert groups == len({own.get("dim") for _, own in plan})
+        whole += any(own.get("keep") == rows for (_, own), rows in zip(plan, sizes, strict=True))
+    assert whole
 
 
 def test_bits_are_given_up_first():
     """Rows of few bits are worth more than fewer rows, or shorter ones."""
     sizes, counts = [5000, 300], [zipf(5000), zipf(300)]
-    quarter = choose_tables(sizes, 16, 64 * 5300 // 4, counts, dtypes=DTYPES)
+    quarter = choose(sizes, 16, 64 * 5300 // 4, counts, dtypes=DTYPES)
     assert {"int8", "int4"} & {own.get("dtype") for _, own in quarter}
-    assert kept_share(quarter, sizes, 16, counts) > 0.99
+    assert loss(quarter, counts, 16) < 0.01 * loss([("drop", {"keep": 0})] * 2, counts, 16)
     for ratio in (4, 10, 100):
         budget = 64 * 5300 // ratio
-        any_bits = choose_tables(sizes, 16, budget, counts, dtypes=DTYPES)
-        full = choose_tables(sizes, 16, budget, counts)
+        any_bits = choose(sizes, 16, budget, counts, dtypes=DTYPES)
+        full = choose(sizes, 16, budget, counts)
         assert utility(any_bits, counts, 16) > 1.005 * utility(full, counts, 16)
 
 
@@ -133,9 +168,7 @@ def test_bits_are_given_up_first():
 def test_tables_that_are_trained_are_not_those_that_are_fitted(ratio):
     """Training adjusts to zeros in place of a matrix, but not to the noise of 4 bits."""
     counts, budget = [zipf(rows) for rows in CAPPED], sum(CAPPED) * 64 // ratio
-    plans = [
-        choose_tables(CAPPED, 16, budget, counts, dtypes=DTYPES, trained=t) for t in (False, True)
-    ]
+    plans = [choose(CAPPED, 16, budget, counts, dtypes=DTYPES, trained=t) for t in (False, True)]
     kinds, fitted_kinds = ({kind for kind, _ in plan} for plan in plans)
     assert kinds & {"short", "block"} == {"short"}
     assert fitted_kinds & {"short", "block"} == {"block"}
@@ -149,36 +182,33 @@ def test_it_is_worth_more_than_the_best_of_full_rows():
     budget = 64 * 5300 // 20
     kept = Drop.for_budget(Budget(sizes, 16, budget, counts=counts))
     drop = [("drop", own or {}) for own in kept]
-    chosen = choose_tables(sizes, 16, budget, counts)
+    chosen = choose(sizes, 16, budget, counts)
     assert utility(chosen, counts, 16) > utility(drop, counts, 16)
-    share = utility(chosen, counts, 16) / utility([("dense", {})] * 2, counts, 16) * (1 - 0.2 / 16)
-    assert kept_share(chosen, sizes, 16, counts) == pytest.approx(share / (1 - 0.2 / 16))
+    assert 0 < loss(chosen, counts, 16) < loss(drop, counts, 16)
 
 
 def test_counts_need_not_fall_strictly():
     counts = [torch.tensor([9, 1, 8, 8, 0, 0, 0, 0])]
-    assert choose_tables([8], 2, 4 * 2 * 5, counts) == [("drop", {"keep": 4})]
+    assert choose([8], 2, 4 * 2 * 5, counts) == [("drop", {"keep": 4})]
 
 
 def test_a_budget_without_room_for_a_row_per_table_is_refused():
     with pytest.raises(ValueError, match=r"100 bytes is too small for --emb auto: 2 .* 128 bytes"):
-        choose_tables([50, 60], 16, 100, [zipf(50), zipf(60)])
+        choose([50, 60], 16, 100, [zipf(50), zipf(60)])
 
 
 def test_the_planner_is_a_kind_of_the_plan():
     names, sizes = ["a", "b"], [50, 4000]
     counts = [zipf(50), zipf(4000)]
-    whole = make_table_plan(names, sizes, 8, "auto", budget="10x", counts=lambda: counts)
-    assert whole == choose_tables(sizes, 8, 4 * 8 * 4050 // 10, counts, dtypes=DTYPES)
+    known = {"counts": lambda: counts, "effects": lambda: [MUCH, LITTLE]}
+    whole = make_table_plan(names, sizes, 8, "auto", budget="10x", **known)
+    effects = [MUCH, LITTLE]
+    assert whole == choose(sizes, 8, 4 * 8 * 4050 // 10, counts, effects, dtypes=DTYPES)
     assert any("dtype" in options for _, options in whole)
-    narrow = make_table_plan(
-        names, sizes, 8, "auto", budget="10x", counts=lambda: counts, dtype="int8"
-    )
-    assert narrow == choose_tables(sizes, 8, 12960, counts, dtypes=("int8", "int4"))
-    largest = make_table_plan(
-        names, sizes, 8, "auto", budget="10x", largest=1, counts=lambda: counts
-    )
-    rest = choose_tables([4000], 8, 12960 - 1600, counts[1:], dtypes=DTYPES)
+    narrow = make_table_plan(names, sizes, 8, "auto", budget="10x", dtype="int8", **known)
+    assert narrow == choose(sizes, 8, 12960, counts, effects, dtypes=("int8", "int4"))
+    largest = make_table_plan(names, sizes, 8, "auto", budget="10x", largest=1, **known)
+    rest = choose([4000], 8, 12960 - 1600, counts[1:], effects[1:], dtypes=DTYPES)
     assert largest == [("dense", {}), *rest]
     with pytest.raises(ValueError, match="--emb auto needs a budget: set --budget"):
         make_table_plan(names, sizes, 8, "auto")
@@ -187,11 +217,12 @@ def test_the_planner_is_a_kind_of_the_plan():
 
 
 def test_a_model_of_mixed_types_is_trained(device):
-    """Groups in bf16, int8 and int4 side by side: a step changes the rows that it used."""
+    """Groups in int8, bf16 and int4 side by side: a step changes the rows that it used."""
     sizes = [30, 500, 4000]
-    counts = [zipf(rows) for rows in sizes]
-    plan = choose_tables(sizes, 16, 64 * 4530 // 60, counts, dtypes=DTYPES, trained=True)
-    assert {own.get("dtype") for _, own in plan} >= {"bf16", "int4"}
+    counts = [zipf(30, 2**26), zipf(500), zipf(4000)]
+    plan = choose(sizes, 16, 64 * 4530 // 60, counts, dtypes=DTYPES, trained=True)
+    assert {own.get("dtype") for _, own in plan} == {"int8", "int4"}
+    plan[1][1]["dtype"] = "bf16"
     model = DLRM(2, sizes, 16, plan, bottom_mlp=(8,), top_mlp=(8,)).to(device)
     before = [rows.clone() for rows in model.sparse_arch.to_dense()]
     ids = torch.stack([torch.arange(8) % rows for rows in sizes]).to(device)
@@ -210,5 +241,6 @@ def test_ids_are_counted_only_for_budgets_that_depend_on_it():
         return [zipf(50), zipf(4000)]
 
     for kind, expected in (("hash", 0), ("drop", 1), ("auto", 2)):
-        make_table_plan(["a", "b"], [50, 4000], 8, kind, budget="10x", counts=counts)
+        known = {"counts": counts, "effects": lambda: [MUCH] * 2}
+        make_table_plan(["a", "b"], [50, 4000], 8, kind, budget="10x", **known)
         assert len(asked) == expected

@@ -26,6 +26,7 @@ from typing import Any
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
 from ...utils.messages import print_error
+from ..evidence import with_effects
 from ..schema import META_FILE, SPLITS, EarlierData, Meta
 from .bad_rows import BadRowsRule
 from .codes import LabelRule, label_rule
@@ -37,6 +38,7 @@ from .split_writer import write_splits
 from .splitting import Splitter, count_selected
 from .text_blocks import BLOCK_BYTES
 from .transform import TRANSFORM_FILE, Transform
+from .vocabulary import read_counts
 from .workspace import BAD_ROWS_FILE, Workspace
 
 SKIPPED_WARNING, SKIPPED_ERROR = 0.01, 0.5  # shares of the rows
@@ -147,7 +149,7 @@ class Preparation:
         extends: tuple[EarlierData, ...] = ()
         if self.earlier is not None and (self.earlier.directory / META_FILE).is_file():
             extends = Meta.read(self.earlier.directory).extended_by(own)
-        Meta(
+        meta = Meta(
             label=label.name,
             weight=None if weight is None else weight.name,
             dense=plan.dense_names,
@@ -157,7 +159,11 @@ class Preparation:
             inputs=tuple(self.source.records()),
             fingerprint=own,
             extends=extends,
-        ).write(work.directory)
+        )
+        if meta.has_rows("train"):
+            paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
+            meta = with_effects(work.directory, meta, [read_counts(path) for path in paths])
+        meta.write(work.directory)
 
     def _require_rows(self, spilled: Spilled) -> None:
         """Check that there are rows, and that few are left out: more may change what is learned."""

@@ -318,3 +318,9 @@ def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.Parque
 def read_vocabulary(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> pa.Table:
     """The columns of an open vocabulary, by default all."""
     return whole_table(file.read(columns=columns), file.metadata.num_rows)
+
+
+def read_counts(path: Path) -> NDArray[np.int64]:
+    """The count of each id in the vocabulary that :meth:`Vocabulary.write` wrote, ``[V]``."""
+    with open_vocabulary(path) as file:
+        return read_vocabulary(file, ["count"])["count"].to_numpy()

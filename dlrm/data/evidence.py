@@ -1,0 +1,197 @@
+"""How much the ids of each column say about the label, estimated from training rows.
+
+Two rows with the same id have more similar labels than others if the id says something: the mean
+product of their residuals is the variance of what ids say, their *effect*. It is estimated for ids
+of like counts together, so that thousands of ids that occur a few times give one figure.
+
+The residuals are what the other columns leave unexplained: a first-order score, the sum of the mean
+residual of each id, shrunk by the same effects (empirical Bayes). Small columns explain first. So
+of two columns that say the same, one has the effect: the rows of the other say nothing more. A
+model is more than such a sum, so a part of what ids say alone is added.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .parquet import RowGroupReader, Rows
+from .schema import Meta
+
+MOST_ROWS = 1 << 20  # training rows to read; of a larger split, evenly spaced row groups
+SWEEPS = 3  # over all columns
+RANGES = 24  # ids that occur once, 2 to 3 times, 4 to 7 times, ...
+SMALLEST = 1e-4  # effect by which means are shrunk, if no more is found
+ALONE = 0.1  # part of what ids say alone that counts although other columns say it too
+
+Floats = NDArray[np.float64]
+Effects = tuple[float, ...]
+"""Effects of a column for each range of counts, as a part of the variance of the residuals."""
+
+
+def range_of(counts: ArrayLike) -> NDArray[np.int64]:
+    """The range of each count: 0 for 0 and 1, 1 for 2 and 3, 2 for 4 to 7, ..."""
+    exponent = np.frexp(np.asarray(counts, np.float64))[1]
+    return np.clip(exponent - 1, 0, RANGES - 1)
+
+
+class _Column:
+    """The ids of a column in the rows that were read, and what they are found to say.
+
+    Args:
+        ids: ``[nnz]``.
+        rows: the row of each, ``[nnz]``; None if each row has one id.
+        counts: occurrences of each id in all training rows, ``[V]``.
+        num_rows: rows N.
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[np.integer],
+        rows: NDArray[np.int64] | None,
+        counts: ArrayLike,
+        num_rows: int,
+    ) -> None:
+        self.ids, self.rows = ids, rows
+        self.ranges = range_of(counts)
+        self.seen: Floats = np.bincount(ids, minlength=len(self.ranges)).astype(float)
+        self.lengths = None if rows is None else np.bincount(rows, minlength=num_rows).clip(1)
+        self.means = np.zeros(len(self.ranges))
+
+    def score(self) -> Floats:
+        """What the ids of each row say together, ``[N]``."""
+        means = self.means[self.ids]
+        if self.rows is None or self.lengths is None:
+            return means
+        sums: Floats = np.bincount(self.rows, means, len(self.lengths)).astype(float)
+        return sums / self.lengths
+
+    def effects(self, residuals: Floats) -> tuple[Floats, Floats, Floats]:
+        """Effects by range.
+
+        Args:
+            residuals: of all rows, without what this column explains, ``[N]``.
+
+        Returns:
+            The effects ``[RANGES]``, the mean residual of the range of each id, and the sums of the
+            residuals of each id, less this mean.
+        """
+        values = residuals if self.rows is None else residuals[self.rows]
+        sums: Floats = np.bincount(self.ids, values, len(self.seen)).astype(float)
+        squares = np.bincount(self.ids, values * values, len(self.seen))
+
+        def by_range(per_id: Floats) -> Floats:
+            return np.bincount(self.ranges, per_id, RANGES).astype(float)
+
+        # What counts alone explain is no effect of an id.
+        means = (by_range(sums) / by_range(self.seen).clip(1))[self.ranges]
+        squares += means * (means * self.seen - 2 * sums)
+        sums -= means * self.seen
+
+        # Over pairs of different rows.
+        pairs, products = self.seen * (self.seen - 1), sums**2 - squares
+        effects = _smooth(by_range(products) / (values.var() or 1), by_range(pairs))
+        return effects, means, sums
+
+
+def _smooth(products: Floats, pairs: Floats) -> Floats:
+    """Mean products of pairs of each range; one of few pairs is near that of the next range.
+
+    From ranges of frequent ids to those of rare ones, each has its neighbour as prior.
+    """
+    known = np.flatnonzero(pairs)
+    effects = np.zeros(len(pairs))
+    if not len(known):
+        return effects
+    overall = max(products.sum() / pairs.sum(), 1e-3)
+    prior = max(products[known[-1]] / pairs[known[-1]], 0.0)
+    for at in range(len(pairs) - 1, -1, -1):
+        # The mean product of n pairs, each counted twice, has the variance 2 / n.
+        weight = 1 / max(prior, overall / 4) ** 2
+        prior = max((products[at] / 2 + prior * weight) / (pairs[at] / 2 + weight), 0.0)
+        effects[at] = prior
+    return effects
+
+
+def estimate_effects(columns: Sequence[_Column], labels: Floats) -> list[Effects]:
+    """The effects of all columns on the labels ``[N]``."""
+    residuals = labels - labels.mean()
+    alone = [column.effects(residuals)[0] for column in columns]
+    order = sorted(columns, key=lambda column: len(column.means))
+    for _ in range(SWEEPS):
+        for column in order:
+            residuals += column.score()
+            effects, means, sums = column.effects(residuals)
+            shrink = 1 / effects.clip(SMALLEST)[column.ranges]
+            column.means = means + sums / (column.seen + shrink)
+            residuals -= column.score()
+
+    beyond = [column.effects(residuals + column.score())[0] for column in columns]
+    found = [own + ALONE * other for own, other in zip(beyond, alone, strict=True)]
+    return [tuple(own.round(6).tolist()) for own in found]
+
+
+def with_effects(
+    directory: str | os.PathLike[str],
+    meta: Meta,
+    counts: Sequence[ArrayLike],
+    most_rows: int = MOST_ROWS,
+) -> Meta:
+    """Estimate the effects of all columns from training rows, in bounded memory.
+
+    Args:
+        directory: the directory of the data.
+        meta: its description.
+        counts: occurrences of every id of every column in all training rows.
+        most_rows: if there are more rows, only every n-th row group is read.
+
+    Returns:
+        The description with the effects.
+
+    Raises:
+        ValueError: the data is damaged.
+    """
+    reader = RowGroupReader(directory, replace(meta, dense=(), weight=None))
+    row_groups = reader.row_groups("train")
+    every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
+    parts = [reader.read(row_group) for row_group in row_groups[::every]]
+
+    labels = np.concatenate([part.labels for part in parts]).astype(float)
+    columns = [_column(parts, at, count) for at, count in enumerate(counts)]
+    effects = estimate_effects(columns, labels)
+    return replace(meta, effects=dict(zip(meta.tables, effects, strict=True)))
+
+
+def _column(parts: Sequence[Rows], at: int, counts: ArrayLike) -> _Column:
+    """The column of a number in all ``parts``."""
+    ids = [part.ids[at] for part in parts]
+    num_rows = sum(len(part.labels) for part in parts)
+    lengths = [
+        np.diff(offsets)
+        if (offsets := part.offsets[at]) is not None
+        else np.full(len(own), own.shape[1])
+        if own.ndim == 2
+        else None
+        for part, own in zip(parts, ids, strict=True)
+    ]
+    bags = [length for length in lengths if length is not None]
+    rows = np.repeat(np.arange(num_rows), np.concatenate(bags)) if bags else None
+    return _Column(np.concatenate([own.ravel() for own in ids]), rows, counts, num_rows)
+
+
+def read_effects(
+    directory: str | os.PathLike[str], meta: Meta, counts: Callable[[], Sequence[ArrayLike]]
+) -> list[Effects]:
+    """The effects of all columns, from ``meta`` or, if it has none, from training rows.
+
+    Args:
+        directory: the directory of the data.
+        meta: its description.
+        counts: returns the occurrences of every id of every column.
+    """
+    known = meta if meta.effects else with_effects(directory, meta, counts())
+    return [known.effects[name] for name in meta.tables]
