@@ -9,7 +9,7 @@ from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta
 from dlrm.sparse_arch.auto import expected_loss
-from dlrm.sparse_arch.table_plan import AUTO, TablePlan, make_table_plan
+from dlrm.sparse_arch.table_plan import AUTO, TablePlan, make_table_plan, owners_of, with_pooling
 
 
 class ModelSpec(TypedDict):
@@ -37,6 +37,7 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
     """
     tables = asdict(config.tables)
     tables.pop("dtype")
+    pooling, share = tables.pop("pooling"), tables.pop("share")
     dtype = config.tables_dtype
     plan = make_table_plan(
         meta.tables,
@@ -51,7 +52,10 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         dtype=dtype,
         ordered=not meta.extends,
         trained=config.init_from is not None,
+        owners=meta.owners if share else None,
     )
+    lists = [column.name for column in meta.categorical if column.multi_hot]
+    plan = with_pooling(plan, meta.tables, lists, pooling)
 
     shape = asdict(config.model)
     shape.pop("dropout")  # of training alone
@@ -78,9 +82,8 @@ def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, ids: IdStatistics
     if config.emb != AUTO:
         return ""
     dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
-    lost = expected_loss(
-        spec["plan"], spec["num_embeddings"], dim, ids.counts(), ids.effects(), dtype
-    )
+    plan = [spec["plan"][table] for table in owners_of(spec["plan"])]
+    lost = expected_loss(plan, spec["num_embeddings"], dim, ids.counts(), ids.effects(), dtype)
     text = (
         f"{tables}\nauto expects a log loss {lost:.4f} higher than that of full tables, by how "
         "often their ids occur and what they say about the label"

@@ -87,6 +87,11 @@ class TablesConfig:
     """Compress the N largest tables instead."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Kinds of single tables by name, for example {C3: tt, C12: qr}."""
+    share: bool = True
+    """One table for columns that the preparation gave one vocabulary; false: a table for each."""
+    pooling: dict[str, Literal["sum", "mean", "max"]] = field(default_factory=dict)
+    """How the rows of a list become one vector, by column, or as default for all others, for
+    example {history: mean, default: sum}. Default: their sum."""
     dtype: Literal["fp32", "bf16", "int8", "int4"] | None = None
     """Type of the embedding parameters. bf16 takes half the memory, int8 rows with a scale each
     about a quarter, int4 rows a sixth, of which those of the most frequent ids, one in eight, have

@@ -72,6 +72,8 @@ class Categorical(Closed):
     """The id shared by all values that are not in the vocabulary, if there is one."""
     unseen: Unseen = "error"
     """How an id outside the table is treated: ``error``, or ``row``, that of ``oov_id``."""
+    vocabulary: Name | None = None
+    """Another categorical column, whose ids stand for the same values."""
 
     def __post_init__(self) -> None:
         """Check what depends on several fields."""
@@ -154,6 +156,16 @@ class Meta(Closed):
                     "categorical, once"
                 )
 
+        # Ids of one vocabulary are those of one table.
+        for column in self.categorical:
+            if column.vocabulary is not None:
+                own = {c.name: c.cardinality for c in self.categorical if c.vocabulary is None}
+                if own.get(column.vocabulary) != column.cardinality:
+                    raise ValueError(
+                        f"column {shown(column.name)} has vocabulary {shown(column.vocabulary)}, "
+                        "which is no column with as many ids and a vocabulary of its own"
+                    )
+
         # Every table has at least the rows that it had in earlier data.
         for earlier in self.extends:
             rows = earlier.cardinalities
@@ -172,6 +184,11 @@ class Meta(Closed):
     def cardinalities(self) -> tuple[int, ...]:
         """Rows of each table, in column order."""
         return tuple(column.cardinality for column in self.categorical)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """For each categorical column, the column whose vocabulary it has: nearly always itself."""
+        return tuple(self.tables.index(c.vocabulary or c.name) for c in self.categorical)
 
     @property
     def multi_hot(self) -> bool:

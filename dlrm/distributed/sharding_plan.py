@@ -143,13 +143,24 @@ def _sharding_types(
                 f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
             )
     types = []
-    for name, rows, (kind, _) in zip(names, spec["num_embeddings"], spec["plan"], strict=True):
+    plan = spec["plan"]
+    shared = {options["with"] for _, options in plan if "with" in options}
+    for table, (name, rows, (kind, options)) in enumerate(
+        zip(names, spec["num_embeddings"], plan, strict=True)
+    ):
+        whole = table in shared or "mode" in options  # which shards can't look up
         large = kind == "paged" or (kind == "dense" and rows >= threshold)
+        large &= not whole
         sharding_type = tables.get(name, by if large else "replicate")
         if sharding_type != "replicate" and kind not in ("dense", "paged"):
             raise ValueError(
                 f"--sharding.tables shards {name} by {sharding_type}, but tables of kind {kind} "
                 "are replicated: remove it there"
+            )
+        if sharding_type != "replicate" and whole:
+            raise ValueError(
+                f"--sharding.tables shards {name} by {sharding_type}, but tables that features "
+                "share, and those with pooling mean or max, are replicated: remove it there"
             )
         types.append(sharding_type)
     return types

@@ -161,8 +161,8 @@ def _description(
     model: DLRM, state: RunState, meta: Meta, run: str, options: ExportOptions
 ) -> dict[str, Any]:
     """The entries of a manifest that say what the model is."""
-    groups = model.sparse_arch.embeddings()
-    kinds = {feature: group.kind() for group, features in groups for feature in features}
+    groups, features = model.sparse_arch.embeddings(), model.sparse_arch.feature_order.groups
+    kinds = {f: group.kind() for (group, _), own in zip(groups, features, strict=True) for f in own}
     columns = [
         {
             "name": column.name,

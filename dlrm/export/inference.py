@@ -32,11 +32,12 @@ class InferenceModel(nn.Module):
         self.cross = None
         if isinstance(model.interaction, CrossInteraction):
             self.cross = model.interaction.layers
-        groups = model.sparse_arch.embeddings()
+        groups, order = model.sparse_arch.embeddings(), model.sparse_arch.feature_order
         self.tables = nn.ModuleList(lookup_of(group, precision) for group, _ in groups)
+        self.modes = [group.mode for group, _ in groups]
 
         # Where the ids of each feature are in the inputs.
-        self.features = [features for _, features in groups]
+        self.features = order.groups
         self.multi_hot = list(multi_hot)
         count = len(self.multi_hot)
         singles = [f for f in range(count) if not self.multi_hot[f]]
@@ -44,12 +45,13 @@ class InferenceModel(nn.Module):
         self._row_of = {feature: row for row, feature in enumerate(singles)}
         self._bag_of = {feature: bag for bag, feature in enumerate(bags)}
         for index, features in enumerate(self.features):
-            self.register_buffer(f"numbers_{index}", torch.arange(len(features)))
+            tables = torch.arange(len(features)) // order.sharing[index]
+            self.register_buffer(f"numbers_{index}", tables)
             rows = torch.tensor([self._row_of.get(feature, -1) for feature in features])
             self.register_buffer(f"columns_{index}", rows)
 
-        order = [feature for features in self.features for feature in features]
-        self.register_buffer("order", torch.tensor(order).argsort())
+        by_group = [feature for features in self.features for feature in features]
+        self.register_buffer("order", torch.tensor(by_group).argsort())
         below = torch.tril_indices(count + 1, count + 1, -1)
         self.register_buffer("pairs", below[0] * (count + 1) + below[1])
         self.order: Tensor  # [F] the position of each feature's vectors among those of all groups
@@ -104,16 +106,21 @@ class InferenceModel(nn.Module):
             if self.multi_hot[feature]:
                 bag = 2 * self._bag_of[feature]
                 values, offsets = bags[bag], bags[bag + 1]
-                vectors.append(_pooled(lookup(number, values), offsets, batch))
+                found = lookup(number, values)
+                vectors.append(_pooled(found, offsets, batch, self.modes[index]))
             else:
                 vectors.append(lookup(number, ids[self._row_of[feature]]))
         return torch.stack(vectors)
 
 
-def _pooled(vectors: Tensor, offsets: Tensor, batch: int) -> Tensor:
-    """Sums of bags: ``vectors [nnz, D]`` and ``offsets [B + 1]`` to ``[B, D]``."""
+def _pooled(vectors: Tensor, offsets: Tensor, batch: int, mode: str) -> Tensor:
+    """Pool bags: ``vectors [nnz, D]`` and ``offsets [B + 1]`` to ``[B, D]``."""
     starts = offsets.new_zeros(vectors.shape[0] + 1)  # number of bags that start at each vector
     starts = starts.index_add(0, offsets, torch.ones_like(offsets))
     bag = starts.cumsum(0)[:-1] - 1
     out = vectors.new_zeros(batch, vectors.shape[1])
-    return out.index_add(0, bag, vectors)
+    if mode == "max":
+        where = bag[:, None].expand(vectors.shape)
+        return out.scatter_reduce(0, where, vectors, "amax", include_self=False)
+    out = out.index_add(0, bag, vectors)
+    return out / offsets.diff().clamp(min=1)[:, None] if mode == "mean" else out

@@ -27,7 +27,7 @@ from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.feature_order import FeatureOrder
-from dlrm.sparse_arch.table_plan import TablePlan
+from dlrm.sparse_arch.table_plan import TablePlan, owners_of
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 
@@ -39,7 +39,7 @@ class SparseArch(nn.Module):
     those of feature ``f`` at position ``feature_order.positions[f]`` of all groups together.
 
     Args:
-        num_embeddings: rows of each table, in feature order.
+        num_embeddings: rows of the table of each feature.
         embedding_dim: length of a row.
         plan: kind and options of each table; see :func:`group_tables`. With the option ``dtype``
             a table has a type of its own.
@@ -67,6 +67,13 @@ class SparseArch(nn.Module):
         self.embedding_dim = embedding_dim
 
         groups = group_tables(plan)
+        self._features = features_of_tables(plan)
+        for feature, table in enumerate(owners_of(plan)):
+            if num_embeddings[feature] != num_embeddings[table]:
+                raise ValueError(
+                    f"features {table} and {feature} share a table, but have "
+                    f"{num_embeddings[table]} and {num_embeddings[feature]} ids"
+                )
         self.groups = nn.ModuleList()
         returned: list[list[int]] = []
         for slots, kind, options in groups:
@@ -77,13 +84,16 @@ class SparseArch(nn.Module):
             group: Embedding
             if own is None:
                 group = build(kind, rows, embedding_dim, check_ids=False, dtype=packed, **options)
-                returned.append(slots)
+                returned.append([f for slot in slots for f in self._features[slot]])
             else:
                 group = ShardedTables(rows, embedding_dim, own, check_ids=False, dtype=packed)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
-        self.feature_order = FeatureOrder([slots for slots, _, _ in groups], returned)
+        self._slots = [slots for slots, _, _ in groups]
+        features = [[f for slot in slots for f in self._features[slot]] for slots in self._slots]
+        self._sharing = [len(self._features[slots[0]]) for slots in self._slots]
+        self.feature_order = FeatureOrder(features, returned, self._sharing)
         # Dense tables last: they take one launch, the others a chain of several.
         self._launch_order = sorted(range(len(groups)), key=lambda i: groups[i][1] == "dense")
         self._last_stats: Counter[str] = Counter()  # of the caches of host memory
@@ -117,7 +127,7 @@ class SparseArch(nn.Module):
             if isinstance(group, ShardedTables):
                 found[index] = group.parts(share, own)
             else:
-                found[index] = [group(share, context=own)]
+                found[index] = [_of_features(group(share, context=own), self._sharing[index])]
         if context.sorter is not None:
             context.sorter.sort()
         return [part for index in range(len(self.groups)) for part in found[index]]
@@ -142,8 +152,8 @@ class SparseArch(nn.Module):
         """
         tables = len(self.num_embeddings)
         sizes = [
-            group.window_size(lookups * len(slots) // tables)
-            for group, slots in self.embeddings()
+            group.window_size(lookups * len(features) // tables)
+            for group, features in zip(self.groups, self.feature_order.groups, strict=True)
             if isinstance(group, PrefetchesRows)
         ]
         return min((size for size in sizes if size), default=0)
@@ -172,7 +182,7 @@ class SparseArch(nn.Module):
 
     def captures_bags(self, *, ragged: bool) -> bool:
         """Whether a captured step can look up bags; ragged ones only of a single group."""
-        alone = len(self.groups) == 1 or not ragged
+        alone = self._sharing == [1] or not ragged
         return alone and all(group.captures_bags for group, _ in self.embeddings())
 
     @property
@@ -195,8 +205,8 @@ class SparseArch(nn.Module):
         return found
 
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
-        """Each group with the features whose tables it holds."""
-        return list(zip(self.groups, self.feature_order.groups, strict=True))  # type: ignore[arg-type]
+        """Each group with the features whose tables it holds; of a shared table, the first one."""
+        return list(zip(self.groups, self._slots, strict=True))  # type: ignore[arg-type]
 
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Fit each table to a dense one ``[V, D]``, in feature order, as well as its kind allows.
@@ -208,13 +218,12 @@ class SparseArch(nn.Module):
             group.load_dense([weights[slot] for slot in slots])
 
     def to_dense(self) -> list[Tensor]:
-        """Every table in full, ``[V, D]``, in feature order."""
-        tables = {
-            slot: group.to_dense(table)
-            for group, slots in self.embeddings()
-            for table, slot in enumerate(slots)
-        }
-        return [tables[slot] for slot in range(len(tables))]
+        """The table of every feature in full, ``[V, D]``."""
+        tables: dict[int, Tensor] = {}
+        for group, slots in self.embeddings():
+            for table, slot in enumerate(slots):
+                tables |= dict.fromkeys(self._features[slot], group.to_dense(table))
+        return [tables[feature] for feature in range(len(tables))]
 
     def local_parameters(self) -> list[nn.Parameter]:
         """Parameters that differ between processes: the shards of tables."""
@@ -222,7 +231,7 @@ class SparseArch(nn.Module):
         return [parameter for group in sharded for parameter in group.local_parameters()]
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table by part, in feature order."""
+        """Bytes of the table of each feature by part; a shared one counts once."""
         tables: list[dict[str, int]] = [{} for _ in self.num_embeddings]
         for group, slots in self.embeddings():
             for slot, parts in zip(slots, group.footprint(), strict=True):
@@ -290,7 +299,7 @@ class SparseArch(nn.Module):
             for part, size in table.items():
                 parts[f"{part}_bytes"] = parts.get(f"{part}_bytes", 0.0) + size
         total = sum(parts.values())
-        dense = 4 * self.embedding_dim * sum(self.num_embeddings)
+        dense = 4 * self.embedding_dim * sum(self.num_embeddings[slot] for slot in self._features)
         return {**parts, "bytes": total, "compression": dense / total}
 
 
@@ -305,8 +314,34 @@ def _sharding_of(slots: Sequence[int], sharding: ShardingPlan | None) -> Shardin
     return replace(sharding, shards=shards) if sharding and shards else None
 
 
+def _of_features(vectors: Tensor, sharing: int) -> Tensor:
+    """The vectors of features, ``[B, F, D]``, from those of tables that ``sharing`` features have
+    each, ``[sharing * B, F / sharing, D]``."""
+    if sharing == 1:
+        return vectors
+    rows, tables, dim = vectors.shape
+    parts = vectors.view(sharing, rows // sharing, tables, dim).permute(1, 2, 0, 3)
+    return parts.reshape(rows // sharing, tables * sharing, dim)
+
+
+def features_of_tables(plan: TablePlan) -> dict[int, list[int]]:
+    """The features of each table, by the one that it is named after.
+
+    Raises:
+        ValueError: a feature shares the table of one that has none.
+    """
+    owners = owners_of(plan)
+    features: dict[int, list[int]] = {f: [] for f, own in enumerate(owners) if f == own}
+    for feature, own in enumerate(owners):
+        if own not in features:
+            raise ValueError(f"feature {feature} shares the table of {own}, which has none")
+        features[own].append(feature)
+    return features
+
+
 def group_tables(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:
-    """Group the tables that are looked up together: those of one kind with equal options.
+    """Group the tables that are looked up together: those of one kind with equal options, which
+    equally many features share.
 
     Options in ``Embedding.per_table`` may differ; the group has a list of their values.
 
@@ -319,10 +354,11 @@ def group_tables(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]
         return kinds[kind].per_table if kind in kinds else frozenset()
 
     members: dict[str, list[int]] = {}
-    for table, (kind, options) in enumerate(plan):
+    for table, features in features_of_tables(plan).items():
+        kind, options = plan[table]
         named = sorted(options.items())  # in whatever order they came
         equal = [(name, None if name in per_table(kind) else own) for name, own in named]
-        members.setdefault(repr((kind, equal)), []).append(table)
+        members.setdefault(repr((kind, equal, len(features))), []).append(table)
     groups = []
     for tables in members.values():
         kind, options = plan[tables[0]]

@@ -18,11 +18,19 @@ class FeatureOrder(nn.Module):
     Args:
         groups: features of each group, in the order of its tables.
         returned: features of each group, in the order of the vectors that it returns.
+        sharing: how many features each table of a group has, one after another. Their ids become
+            those of so many times as many samples.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], returned: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        returned: Sequence[Sequence[int]],
+        sharing: Sequence[int],
+    ) -> None:
         super().__init__()
         self.groups = [list(features) for features in groups]
+        self.sharing = list(sharing)
         self.num_features = sum(map(len, groups))
         by_group = [feature for features in groups for feature in features]
         order = [feature for features in returned for feature in features]
@@ -51,7 +59,7 @@ class FeatureOrder(nn.Module):
         Returns:
             The look-ups of each of the groups, by index.
         """
-        if len(self.groups) == 1:
+        if self.sharing == [1]:
             return {0: ids}
 
         sizes = [len(features) for features in self.groups]
@@ -62,7 +70,7 @@ class FeatureOrder(nn.Module):
                     f"[{self.num_features}, B]: a row per table"
                 )
             parts = (ids if grouped else ids[self.by_group]).split(sizes)
-            return {i: parts[i] for i in groups}
+            return {i: parts[i].reshape(sizes[i] // self.sharing[i], -1) for i in groups}
 
         # The ids of bags are stored feature by feature: take the spans of each group's features.
         offsets, batch = ids.offsets, ids.count // self.num_features

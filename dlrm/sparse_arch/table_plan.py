@@ -17,8 +17,10 @@ from dlrm.sparse_arch.auto import EQUAL, choose_tables
 from dlrm.utils.messages import align_right, did_you_mean, format_bytes, printable
 
 TablePlan = list[tuple[str, dict[str, Any]]]
-"""Kind and options of each table."""
+"""Kind and options of each feature's table. A feature that uses the table of another one has the
+kind ``shared`` and the option ``with``, the number of that feature."""
 
+SHARED = "shared"
 AUTO = "auto"  # as a kind: choose the kind and the size of each table
 THRESHOLD = 2000  # by default, tables with fewer rows stay dense
 MAX_BYTES = 2**62
@@ -41,6 +43,7 @@ def make_table_plan(
     dtype: str = "fp32",
     ordered: bool = True,
     trained: bool = False,
+    owners: Sequence[int] | None = None,
 ) -> TablePlan:
     """Decide the kind and the options of every table.
 
@@ -64,11 +67,34 @@ def make_table_plan(
             gives tables this type or one of fewer bits, as the option ``dtype``.
         ordered: whether ids are in order of falling frequency, as some kinds need them.
         trained: whether the tables will be fitted to trained ones, for ``auto``.
+        owners: for each feature, the one whose table it uses. Default: each has its own.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
             without a budget, or a kind that needs ids in another order.
     """
+    own_tables = sorted(set(owners or ()))
+    if owners is not None and len(own_tables) < len(owners):
+        plan_of_tables = make_table_plan(
+            [names[feature] for feature in own_tables],
+            [num_embeddings[feature] for feature in own_tables],
+            embedding_dim,
+            kind,
+            options=options,
+            threshold=threshold,
+            largest=largest,
+            kinds=kinds,
+            budget=budget,
+            counts=counts and (lambda: [counts()[feature] for feature in own_tables]),
+            effects=effects and (lambda: [effects()[feature] for feature in own_tables]),
+            dtype=dtype,
+            ordered=ordered,
+            trained=trained,
+        )
+        entries = dict(zip(own_tables, plan_of_tables, strict=True))
+        shared = enumerate(owners)
+        return [entries.get(feature, (SHARED, {"with": own})) for feature, own in shared]
+
     options, kinds = options or {}, kinds or {}
     if kind == AUTO and budget is None:
         raise ValueError("--emb auto needs a budget: set --budget 20MB or --budget 100x")
@@ -128,10 +154,53 @@ def options_of_table(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
+def owners_of(plan: TablePlan) -> list[int]:
+    """For each feature, the one whose table it uses."""
+    return [own["with"] if kind == SHARED else f for f, (kind, own) in enumerate(plan)]
+
+
+def with_pooling(
+    plan: TablePlan, names: Sequence[str], lists: Sequence[str], pooling: Mapping[str, str]
+) -> TablePlan:
+    """A plan in which the rows of lists are pooled as given.
+
+    Args:
+        plan: of the features ``names``.
+        names: the features.
+        lists: those with lists of ids.
+        pooling: ``sum``, ``mean`` or ``max`` by feature, or for the others as ``default``.
+
+    Raises:
+        ValueError: a name is not that of a list, or lists of one table are pooled differently.
+    """
+    for name in pooling:
+        if name not in (*lists, "default"):
+            raise ValueError(
+                f"tables.pooling names {name!r}, which has no lists of ids"
+                f"{did_you_mean(name, [*lists, 'default'])}"
+            )
+    modes: dict[int, str] = {}
+    for feature, table in enumerate(owners_of(plan)):
+        if (name := names[feature]) in lists:
+            mode = pooling.get(name, pooling.get("default", "sum"))
+            if modes.setdefault(table, mode) != mode:
+                raise ValueError(
+                    f"tables.pooling pools {name!r} by {mode}, but another list with the same "
+                    f"table by {modes[table]}: pool both alike, or set --tables.share false"
+                )
+    return [
+        (kind, options if modes.get(f, "sum") == "sum" else {**options, "mode": modes[f]})
+        for f, (kind, options) in enumerate(plan)
+    ]
+
+
 def plan_for_this_machine(plan: TablePlan) -> TablePlan:
     """The table plan of a trained model with the devices of this machine."""
     kinds = available()
-    return [(kind, kinds[kind].options_on_this_machine(options)) for kind, options in plan]
+    return [
+        (kind, options if kind == SHARED else kinds[kind].options_on_this_machine(options))
+        for kind, options in plan
+    ]
 
 
 def format_table_plan(
@@ -144,7 +213,7 @@ def format_table_plan(
 
     With ``sizes``, the bytes of each table are listed too.
     """
-    kinds, options = zip(*plan, strict=True)
+    kinds, options = zip(*_named(plan, names), strict=True)
     texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
     columns = [
         ["table", *map(printable, names)],
@@ -163,8 +232,18 @@ def table_plan_by_name(
     return {
         name: {"rows": rows, "kind": kind}
         | {f"{kind}.{key}" if key == "rows" else key: value for key, value in options.items()}
-        for name, rows, (kind, options) in zip(names, num_embeddings, plan, strict=True)
+        for name, rows, (kind, options) in zip(
+            names, num_embeddings, _named(plan, names), strict=True
+        )
     }
+
+
+def _named(plan: TablePlan, names: Sequence[str]) -> TablePlan:
+    """The plan with the name of each feature whose table is shared."""
+    return [
+        (kind, {"with": names[options["with"]]} if kind == SHARED else options)
+        for kind, options in plan
+    ]
 
 
 def parse_bytes(text: str, dense_bytes: int) -> int:

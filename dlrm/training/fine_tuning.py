@@ -22,7 +22,7 @@ from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings.base import Embedding
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.sparse_arch.table_plan import make_table_plan, owners_of
 from dlrm.training.checkpoint import load_model
 from dlrm.training.run_directory import PREPARATION, run_directory
 
@@ -151,7 +151,10 @@ def compress(
         dtype=dtype,
         ordered=not meta.extends,
         trained=True,
+        owners=owners_of(spec["plan"]),
     )
+    pooled = ({name: own[name] for name in own if name == "mode"} for _, own in spec["plan"])
+    plan = [(own, options | mode) for (own, options), mode in zip(plan, pooled, strict=True)]
     model = DLRM(**{**spec, "plan": plan, "tables_dtype": dtype})
     model.to(next(trained.parameters()).device)
     model.load_trained(trained)

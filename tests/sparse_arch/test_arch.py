@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
+from dlrm.embeddings import available
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch, group_tables
@@ -118,3 +119,59 @@ def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     dense = SparseArch(SIZES, 4, [("dense", {})] * 4)
     prefetcher = make_prefetcher(dense, torch.device("cpu"), alone=True)
     assert (prefetcher.look_ahead(1), dense.window_size(1), dense.rows_ready) == (0, 0, True)
+
+
+SHARES = [("dense", {}), ("shared", {"with": 2}), (None, {}), ("shared", {"with": 2})]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("kind", sorted(available()))
+def test_features_that_share_a_table_look_up_its_rows(kind, mode):
+    """Of any kind, one-hot and in bags; their gradients meet in the one table."""
+    plan = [(own or kind, {"mode": mode} | options if own != "shared" else options)
+            for own, options in SHARES]  # fmt: skip
+    sizes, batch = [50, 300, 300, 300], 6
+    arch = SparseArch(sizes, 8, plan)
+    parts = {slot: (group, t) for group, s in arch.embeddings() for t, slot in enumerate(s)}
+    assert sorted(parts) == [0, 2]
+    home = [parts[slot] for slot in (0, 2, 2, 2)]
+
+    ids = torch.stack([torch.randint(0, rows, (batch,)) for rows in sizes])
+    rows = torch.stack([g.rows(t, own) for (g, t), own in zip(home, ids, strict=True)], 1)
+    out = in_order(arch, arch(ids))
+    torch.testing.assert_close(out, rows)
+    grouped = arch(ids[arch.feature_order.by_group], context=LookupContext(grouped=True))
+    assert torch.equal(in_order(arch, grouped), out)
+
+    lengths = torch.randint(0, 4, (4, batch))
+    bags = [torch.randint(0, sizes[f], (int(n),)) for f in range(4) for n in lengths[f]]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
+    pool = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}[mode]
+    expected = torch.zeros(4, batch, 8)
+    for number, bag in enumerate(bags):
+        group, table = home[number // batch]
+        if len(bag):
+            expected[number // batch, number % batch] = pool(group.rows(table, bag), 0)
+    found = in_order(arch, arch(torch.cat(bags), offsets))
+    torch.testing.assert_close(found, expected.transpose(0, 1))
+
+    if kind == "dense":
+        (3 * out[:, 1] + out[:, 3]).sum().backward()
+        grad = home[1][0].weight.grad.to_dense()[-300:]
+        counted = 3 * torch.bincount(ids[1], minlength=300) + torch.bincount(ids[3], minlength=300)
+        torch.testing.assert_close(grad, counted[:, None].float().expand(300, 8))
+
+
+def test_a_shared_table_counts_once():
+    plan = [(kind or "dense", options) for kind, options in SHARES]
+    arch = SparseArch([50, 300, 300, 300], 8, plan)
+    assert arch.sizes() == {"weights_bytes": 350 * 32, "bytes": 350 * 32, "compression": 1}
+    tables = arch.to_dense()
+    assert [len(table) for table in tables] == [50, 300, 300, 300]
+    assert torch.equal(tables[1], tables[2])
+    arch.load_dense([table + 1 for table in tables])
+    torch.testing.assert_close(arch.to_dense()[3], tables[2] + 1)
+    with pytest.raises(ValueError, match="features 2 and 1 share a table, but have 300 and 299 id"):
+        SparseArch([50, 299, 300, 300], 8, plan)
+    with pytest.raises(ValueError, match="feature 1 shares the table of 3, which has none"):
+        SparseArch([9] * 4, 8, [plan[0], ("shared", {"with": 3}), plan[2], plan[3]])

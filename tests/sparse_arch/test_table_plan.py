@@ -1,8 +1,17 @@
+import re
+
 import pytest
 import torch
 
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan, parse_bytes
+from dlrm.sparse_arch.table_plan import (
+    format_ratio,
+    format_table_plan,
+    make_table_plan,
+    owners_of,
+    parse_bytes,
+    with_pooling,
+)
 
 NAMES = ["a", "b", "c", "d"]
 NAMES_OF = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -123,3 +132,28 @@ def test_a_budget_counts_the_options_of_tt(options, ratio, dtype):
     assert options == {k: v for k, v in chosen.items() if k in options}
     assert chosen.keys() - options.keys() <= {"rank", "keep", "cache_first"}
     assert 0.5 / ratio <= arch.sizes()["bytes"] / (32 * sum(sizes)) <= 1 / ratio
+
+
+def test_features_with_one_vocabulary_have_one_table():
+    given = {"owners": [0, 2, 2, 3], "budget": "4x"}
+    plan = make_table_plan(["a", "b", "c", "d"], [50, 4000, 4000, 900], 8, "hash", **given)
+    assert plan[1] == ("shared", {"with": 2})
+    rows = [50, *(plan[slot][1]["rows"] for slot in (2, 3))]
+    assert 1000 < sum(rows) <= (50 + 4000 + 900) / 4, "the shared table counts once"
+    assert owners_of(plan) == [0, 2, 2, 3]
+    text = format_table_plan(["a", "b", "c", "d"], [50, 4000, 4000, 900], plan)
+    assert re.search(r"b 4,000 +shared +with c$", text, re.MULTILINE)
+
+
+def test_lists_are_pooled_as_given():
+    plan = [("dense", {}), ("shared", {"with": 2}), ("hash", {"rows": 9}), ("dense", {})]
+    names, lists = ["a", "b", "c", "d"], ["b", "d"]
+    assert with_pooling(plan, names, lists, {}) == plan
+    pooled = with_pooling(plan, names, lists, {"b": "mean", "default": "max"})
+    assert [options.get("mode") for _, options in pooled] == [None, None, "mean", "max"]
+    with pytest.raises(ValueError, match=r"tables\.pooling names 'a', which has no lists of ids"):
+        with_pooling(plan, names, lists, {"a": "mean"})
+    with pytest.raises(
+        ValueError, match=r"pools 'c' by sum, but another list .* by mean: pool both"
+    ):
+        with_pooling(plan, names, ["b", "c"], {"b": "mean"})

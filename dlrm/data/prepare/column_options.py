@@ -43,6 +43,9 @@ class ColumnOptions(Closed):
     """At most this many ids, that of unseen values included: the most frequent values."""
     hash: Positive | None = None
     """Hash the values to this many buckets before they are counted."""
+    vocabulary: Text | None = None
+    """Of a category or list: another such column, whose values stand for the same things. Both have
+    one vocabulary, counted over both, and one embedding table."""
     separator: Annotated[Text, MinLen(1)] | None = None
     """Between the values of a list that is written as text; ``[,]``: in brackets as well, as Python
     and JSON write lists, perhaps with quotes."""

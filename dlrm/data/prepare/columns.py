@@ -98,6 +98,31 @@ class ColumnPlan:
                     "of that name in the table, or leave out parts of the time"
                 )
 
+        self._check_vocabularies()
+
+    def _check_vocabularies(self) -> None:
+        """Check that columns with the vocabulary of another one can have it."""
+        owners = {c.name: c.options for c in self.columns if c.kind in ("category", "list")}
+        for name, own in [(c.name, c.options) for c in self.columns]:
+            if own.vocabulary is None:
+                continue
+            where = f"column {name!r} has vocabulary {own.vocabulary!r}"
+            owner = owners.get(own.vocabulary)
+            if name not in owners or owner is None or owner.vocabulary is not None:
+                raise ValueError(
+                    f"{where}: both must be a category or list, and the other one must have a "
+                    "vocabulary of its own"
+                )
+            for option in ("min_count", "cap", "hash"):
+                if getattr(own, option) != (value := getattr(owner, option)):
+                    raise ValueError(f"{where}, so its {option} must be the same, {value}")
+
+    def same_vocabulary(self, feature: Feature) -> list[Feature]:
+        """The feature, and all others with its vocabulary."""
+        owner = feature.column.options.vocabulary or feature.name
+        others = [f for f in self.categorical if owner in (f.name, f.column.options.vocabulary)]
+        return [feature, *(other for other in others if other is not feature)]
+
     @cached_property
     def features(self) -> tuple[Feature, ...]:
         """All features, in the order of the columns."""
@@ -115,11 +140,12 @@ class ColumnPlan:
 
     @cached_property
     def rated(self) -> tuple[str, ...]:
-        """The features that are ids and also give numbers: their counts and rates."""
+        """The features that are ids and also give numbers: their counts and rates. Those with one
+        vocabulary are counted together, so they have none."""
         if not self.options.rates or self.hexadecimal or self.only("label") is None:
             return ()
-        features = self.categorical
-        return tuple(f.name for f in features if not f.multi_hot and not f.bucketed)
+        features = (f for f in self.categorical if not f.multi_hot and not f.bucketed)
+        return tuple(f.name for f in features if len(self.same_vocabulary(f)) == 1)
 
     @cached_property
     def dense_names(self) -> tuple[str, ...]:

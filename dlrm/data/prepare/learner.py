@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -169,9 +170,12 @@ class Learner:
         min_count, most = own.min_count or 1, own.cap
         with atomic_write(self.work / "ids" / str(index)) as temporary:
             keys: Keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
-            for blocks in self._chunks(feature):
-                occurrences = [self._occurrences(feature, block) for block in blocks]
-                keys.add([block.dictionary(feature) for block in blocks], occurrences)
+            entries = 0  # of this feature, which come first
+            for each in plan.same_vocabulary(feature):
+                for blocks in self._chunks(each):
+                    occurrences = [self._occurrences(each, block) for block in blocks]
+                    keys.add([block.dictionary(each) for block in blocks], occurrences)
+                    entries += sum(map(len, occurrences)) if each is feature else 0
 
             values, counts = keys.ordered()
             if self.earlier is None:
@@ -186,6 +190,7 @@ class Learner:
             del made, values, counts  # up to hundreds of millions of values in Terabyte
 
             keys.write_ids(ids, self._dictionaries(feature))
+            os.truncate(temporary, entries * np.dtype(np.int32).itemsize)
         if feature.name in plan.rated:
             self._count_positives(index, feature, vocabulary)
         return described
@@ -328,6 +333,7 @@ def _describe(feature: Feature, vocabulary: Vocabulary) -> Categorical:
         cardinality=len(vocabulary),
         multi_hot=feature.multi_hot,
         oov_id=vocabulary.oov_id,
+        vocabulary=feature.column.options.vocabulary,
     )
 
 

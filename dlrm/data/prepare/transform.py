@@ -272,6 +272,9 @@ class Transform:
         """All that the features of a row depend on besides the vocabularies, as plain values."""
         columns = {feature.column.name: feature.column for feature in self.plan.features}
         own = {name: asdict(column.options) for name, column in columns.items()}
+        for options in own.values():
+            if options["vocabulary"] is None:  # as before there was such an option
+                del options["vocabulary"]
         return {"columns": own, "missing": self.plan.options.missing, **self._learned()}
 
     def save(self, directory: Path) -> None:

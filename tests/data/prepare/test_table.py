@@ -398,3 +398,59 @@ def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
     assert "tags     text          list      lists of ids, separator '|'" in shown
     assert "label: clicked" in shown
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("cap", [None, 40])
+def test_columns_with_one_vocabulary_have_ids_of_the_same_values(tmp_path, cap, monkeypatch):
+    monkeypatch.setattr(learner, "CHUNK_BYTES", 100)
+    rng = random.Random(0)
+    rows = [
+        {
+            "label": rng.random() < 0.3,
+            "movie": rng.randrange(60),
+            "seen": " ".join(str(rng.randrange(30, 90)) for _ in range(rng.randrange(5))),
+        }
+        for _ in range(500)
+    ]
+    table = write_csv(tmp_path / "rows.csv", rows)
+    columns = {
+        "movie": {"kind": "category", "cap": cap},
+        "seen": {"kind": "list", "separator": " ", "vocabulary": "movie", "cap": cap},
+    }
+    meta = prepare(table, tmp_path / "out", {"columns": columns}, block_bytes=BLOCK)
+    assert meta.owners == (0, 0)
+    assert meta.cardinalities[0] == meta.cardinalities[1] == (cap or meta.cardinalities[0])
+    files = [pq.read_table(tmp_path / "out" / meta.vocabulary_file(n)) for n in ("movie", "seen")]
+    assert files[0].equals(files[1])
+
+    training = rows[:400]
+    counts = Counter(str(row["movie"]) for row in training)
+    counts.update(movie for row in training for movie in row["seen"].split())
+    listed = dict(zip(*(files[0][n].to_pylist() for n in ("value", "count")), strict=True))
+    assert all(counts[value] == count for value, count in listed.items() if value)
+    ids = {value: number for number, value in enumerate(files[0]["value"].to_pylist())}
+    for split, part in (("train", training), ("test", rows[450:])):
+        found = pq.read_table(tmp_path / "out" / f"{split}.parquet")
+        expected = [ids.get(str(row["movie"]), ids[None]) for row in part]
+        assert found["movie"].to_pylist() == expected
+        lists = [[ids.get(m, ids[None]) for m in row["seen"].split()] for row in part]
+        assert found["seen"].to_pylist() == lists
+    scored = next(Transform.load(tmp_path / "out").read([table]))[0]
+    assert scored["seen"].to_pylist()[450:] == lists
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        ({"vocabulary": "price"}, "both must be a category or list, and the other one must have"),
+        ({"vocabulary": "none"}, "both must be a category or list"),
+        ({"vocabulary": "seen"}, "both must be a category or list"),
+        ({"vocabulary": "movie", "min_count": 2}, "so its min_count must be the same, 1"),
+    ],
+)
+def test_a_vocabulary_that_a_column_cannot_have(tmp_path, seen, message):
+    rows = [{"label": i % 2, "movie": i, "seen": "1 2", "price": i / 7} for i in range(20)]
+    table = write_csv(tmp_path / "rows.csv", rows)
+    columns = {"movie": "category", "seen": {"kind": "list", "separator": " "} | seen}
+    with pytest.raises(ValueError, match=message):
+        prepare(table, tmp_path / "out", {"columns": columns | {"price": "number"}})
