@@ -119,9 +119,17 @@ class ColumnPlan:
 
     def same_vocabulary(self, feature: Feature) -> list[Feature]:
         """The feature, and all others with its vocabulary."""
-        owner = feature.column.options.vocabulary or feature.name
-        others = [f for f in self.categorical if owner in (f.name, f.column.options.vocabulary)]
-        return [feature, *(other for other in others if other is not feature)]
+        members = self._vocabularies[feature.column.options.vocabulary or feature.name]
+        return [feature, *(other for other in members if other is not feature)]
+
+    @cached_property
+    def _vocabularies(self) -> dict[str, list[Feature]]:
+        """The features of each vocabulary."""
+        found: dict[str, list[Feature]] = {}
+        for feature in self.categorical:
+            owner = feature.column.options.vocabulary or feature.name
+            found.setdefault(owner, []).append(feature)
+        return found
 
     @cached_property
     def features(self) -> tuple[Feature, ...]:
