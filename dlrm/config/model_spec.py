@@ -39,6 +39,8 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
     tables.pop("dtype")
     pooling, share = tables.pop("pooling"), tables.pop("share")
     dtype = config.tables_dtype
+
+    # Which kind each table has, and its size.
     plan = make_table_plan(
         meta.tables,
         meta.cardinalities,

@@ -323,12 +323,15 @@ class BatchLoader:
         for buffers, first, last, position in self._buffered(start, readers):
             for buffer in buffers:
                 buffer.copy_arrived()
+
+            # A batch joins the run if it is full, and in the same buffer.
             mine = [buffer for buffer in buffers if buffer.group.start < last]
             full = len(mine) == 1 and last - first == self.batch_size and not self.meta.multi_hot
             more = full and len(run) * self.batch_size < ROWS_AT_ONCE
             if run and not (more and mine[0] is run[0][0]):
                 yield _gather(run, self.batch_size)
                 run = []
+
             with self._waiting() if self._on_gpu else nullcontext():
                 for buffer in mine:
                     buffer.wait()

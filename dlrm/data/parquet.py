@@ -255,6 +255,8 @@ class RowGroupReader:
             return table
         except (pa.ArrowException, OSError) as error:
             _require_same_file(row_group)
+
+            # The column that is damaged, if it is one.
             for name in names:
                 try:
                     read([name])
@@ -269,6 +271,7 @@ class RowGroupReader:
 
     def _check_schema(self, path: Path, schema: pa.Schema) -> None:
         """Raise if a column is missing, is there twice, or has the wrong type."""
+        # Name, description and test of each column.
         number, meta = "a bool, integer or float", self.meta
         expected = [(meta.label, f"{number} (the label)", _is_number)]
         expected += [(name, f"{number} (dense)", _is_number) for name in meta.dense]

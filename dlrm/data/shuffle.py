@@ -71,6 +71,7 @@ def shuffle_groups(
             for row_group, owner in zip(row_groups[first : first + windows], owners, strict=False):
                 dealt[owner].append(row_group)
 
+    # Each has a seed of its own.
     groups, start = [], 0
     for index, chosen in enumerate(dealt):
         group = ShuffleGroup(

@@ -225,10 +225,10 @@ class ShuffleBuffer:
 
         if self._order is not None:
             index = split(self._order[part], apart).view(-1)
-        made = zip(*map(gathered, rows.tensors), strict=True)
+        columns = [gathered(values) for values in rows.tensors]
         return [
             Batch(dense, ids, labels, weights=weights[0] if weights else None)
-            for dense, ids, labels, *weights in made
+            for dense, ids, labels, *weights in zip(*columns, strict=True)
         ]
 
 

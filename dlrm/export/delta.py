@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,9 @@ def export_delta(
             files = after["files"] | {name: before["files"][name] for name in programs}
             after["files"] = dict(sorted(files.items()))
 
-        changes = Changes.between(old, new)
-        save_weights(changes.tensors, directory / ROWS)
-        rows = sum(len(v) for n, v in changes.tensors.items() if n.startswith("row_numbers:"))
+        tensors, described = changes_between(old, new)
+        save_weights(tensors, directory / ROWS)
+        rows = sum(len(v) for n, v in tensors.items() if n.startswith("row_numbers:"))
         note(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
 
         taken = _take_changed(full, directory / FILES, before["files"], after["files"])
@@ -111,7 +111,7 @@ def export_delta(
             "base": digest_of(base / MANIFEST),
             "changed_rows": rows,
             "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
-            "tensors": changes.described,
+            "tensors": described,
             "taken": taken,
             "rows": digest_of(directory / ROWS),
             "result": after,
@@ -155,34 +155,33 @@ def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
     return before
 
 
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """The differences between old and new tensors."""
+def changes_between(
+    old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Compare tensors of the same names, bit for bit, none of them without a dimension.
 
-    tensors: dict[str, Tensor]
-    """``row_numbers:NAME`` and ``row_values:NAME``, and ``whole:NAME``."""
-    described: dict[str, dict[str, Any]]
-    """For each tensor that changed, by name: its ``shape``, and the rows to ``copy`` from the old
-    tensor before the changed ones are written, as ``[from, to, rows]``; None for a whole tensor."""
+    Returns:
+        What has changed: ``row_numbers:NAME`` and ``row_values:NAME``, or ``whole:NAME``. And for
+        each tensor that has, by name, its ``shape``, and the rows to ``copy`` from the old tensor
+        before the changed ones are written, as ``[from, to, rows]``; None for a whole tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    described: dict[str, dict[str, Any]] = {}
+    for name, value in new.items():
+        spans = _spans(name, old, new)
+        numbers = None if spans is None else _changed(old[name], value, spans)
+        if numbers is not None and not len(numbers) and old[name].shape == value.shape:
+            continue
 
-    @classmethod
-    def between(cls, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Changes:
-        """Compare tensors of the same names, bit for bit, none of them without a dimension."""
-        tensors: dict[str, Tensor] = {}
-        described: dict[str, dict[str, Any]] = {}
-        for name, value in new.items():
-            spans = _spans(name, old, new)
-            numbers = None if spans is None else _changed(old[name], value, spans)
-            if numbers is not None and not len(numbers) and old[name].shape == value.shape:
-                continue
-            described[name] = {"shape": list(value.shape), "copy": spans}
-            if numbers is None or _bytes_of(numbers, value) > value.nbytes:
-                described[name]["copy"] = None
-                tensors[f"whole:{name}"] = value
-            else:
-                tensors[f"row_numbers:{name}"] = numbers
-                tensors[f"row_values:{name}"] = value[numbers]
-        return cls(tensors=tensors, described=described)
+        # Rows are stored with their numbers, unless all of them take less.
+        described[name] = {"shape": list(value.shape), "copy": spans}
+        if numbers is None or _bytes_of(numbers, value) > value.nbytes:
+            described[name]["copy"] = None
+            tensors[f"whole:{name}"] = value
+        else:
+            tensors[f"row_numbers:{name}"] = numbers
+            tensors[f"row_values:{name}"] = value[numbers]
+    return tensors, described
 
 
 def _spans(

@@ -210,6 +210,7 @@ def _check(
     shares = list(DEMO_FRACTIONS if fractions is None else fractions)
     sums_up = len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
 
+    # The value of each, whether it is valid, and what it must be.
     rules = {
         "rows": (rows, rows >= 1, "at least 1"),
         "seed": (seed, 0 <= seed < 2**63, "at least 0 and below 2**63"),
