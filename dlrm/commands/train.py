@@ -143,7 +143,7 @@ class Run:
         """Train, evaluate, and return the final metrics."""
         config, data, silent = self.config, self.train_data, self.silent
         if self.finished:  # and resumed with the same options: nothing is left to do
-            report.print_summary(self.finished, self.directory, silent=silent)
+            report.print_summary(self.finished, self.directory, config.checkpoint, silent=silent)
             return self.finished
         if self.trained:
             self._begin_fine_tuning(self.trained)
@@ -277,7 +277,7 @@ class Run:
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())
         self.tracker.finish(self.options, final, changed, **about)
-        report.print_summary(final, self.directory, silent=self.silent)
+        report.print_summary(final, self.directory, self.config.checkpoint, silent=self.silent)
         return final
 
     def _sizes(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,7 +125,15 @@ def importance_figure(found: Importance) -> Figure:
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
-    figure = Figure((4 * count, 3.2), dpi=100, layout="constrained")
+    class ShownFigure(Figure):
+        """A figure that a notebook shows, though pyplot does not know it."""
+
+        def _repr_png_(self) -> bytes:
+            file = BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    figure = ShownFigure((4 * count, 3.2), dpi=100, layout="constrained")
     return figure, list(figure.subplots(1, count))
 
 

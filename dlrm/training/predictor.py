@@ -178,6 +178,7 @@ class Predictor:
         if target.exists() and target.samefile(source):
             return
 
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".save-") as work:
             copy, replaced = Path(work, "copy"), Path(work, "replaced")
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns(f"{LOCK}*"))

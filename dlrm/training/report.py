@@ -156,10 +156,12 @@ def print_fine_tuning(lost: float, factor: float, anew: bool, *, silent: bool = 
         )
 
 
-def print_summary(metrics: Mapping[str, float], directory: Path, *, silent: bool = False) -> None:
+def print_summary(
+    metrics: Mapping[str, float], directory: Path, kept: bool, *, silent: bool = False
+) -> None:
     """Print :func:`summary`, unless ``silent``."""
     if not silent:
-        print(summary(metrics, directory))
+        print(summary(metrics, directory, kept=kept))
 
 
 def _quality(metrics: Mapping[str, float]) -> str:
@@ -180,17 +182,22 @@ def _quality(metrics: Mapping[str, float]) -> str:
     return align_right(rows)
 
 
-def summary(metrics: Mapping[str, float], directory: Path) -> str:
+def summary(metrics: Mapping[str, float], directory: Path, *, kept: bool = True) -> str:
     """The final metrics of a run as a table, and where to look at them.
 
     Their words are those of their names, in ``metrics.jsonl`` and in TensorBoard.
+
+    Args:
+        metrics: of the run.
+        directory: of the run.
+        kept: whether checkpoints are saved, so that the best state is the result.
     """
     lines = []
     if quality := _quality(metrics):
         lines.append(quality)
     if "best_step" in metrics:
-        kept = "the result" if "last/auc" in metrics else "not kept without --checkpoint"
-        lines.append(f"best validation    at step {metrics['best_step']:,.0f}, {kept}")
+        what = "the result" if kept else "not kept without --checkpoint"
+        lines.append(f"best validation    at step {metrics['best_step']:,.0f}, {what}")
     for group, names in GROUPS.items():
         known = [(name, key) for name in names if (key := f"{group}/{name}") in metrics]
         if known:
