@@ -125,9 +125,7 @@ def importance_figure(found: Importance) -> Figure:
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
-    class ShownFigure(Figure):
-        """A figure that a notebook shows, though pyplot does not know it."""
-
+    class ShownFigure(Figure):  # by a notebook, though pyplot does not know it
         def _repr_png_(self) -> bytes:
             file = BytesIO()
             self.savefig(file, format="png")
