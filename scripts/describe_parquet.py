@@ -25,12 +25,14 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dlrm.data.parquet import (
@@ -40,10 +42,12 @@ from dlrm.data.parquet import (
     is_list_of_ids,
     read_footer,
 )
+from dlrm.data.prepare.kinds import NoFeatureError, find_kind
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split, Unseen
 from dlrm.utils.messages import listing, print_error, printable
 from dlrm.utils.program import Parser, exit_status, path_arg
 
+SAMPLE_ROWS = 1 << 16  # that are looked at for what columns are
 HASHED = 10  # with more rows of a table than this per row of data, the ids look hashed
 
 
@@ -143,6 +147,8 @@ def describe_files(
         split: Split(files=names, rows=rows[split], positives=positives[split])
         for split, names in files.items()
     }
+    if like is None:
+        _note_unused(directory / first, meta, dense)
     _note_missing([name for name in meta.dense if name in missing], sum(rows.values()))
     _note_unchecked([row_group for groups in row_groups.values() for row_group in groups])
     pairs = zip(columns, seen.values(), strict=True)
@@ -187,6 +193,38 @@ def _is_missing(column: pa.ChunkedArray) -> bool:
     if pa.types.is_floating(column.type):
         return pc.all(pc.is_null(column, nan_is_null=True)).as_py() is not False
     return column.null_count == len(column)
+
+
+def _note_unused(path: Path, meta: Meta, dense: Sequence[str] | None) -> None:
+    """Note the columns that can't be features as they are, and whole floats that look like ids."""
+    _, schema = read_footer(path)
+    used = {meta.label, *meta.dense, *meta.tables}
+    others = [field for field in schema if field.name not in used and not _is_usable(field.type)]
+    if others:
+        kinds = [f"{printable(field.name)} ({field.type})" for field in others]
+        print_error(
+            f"note: columns that are left out: {listing(kinds)}; scripts/prepare_table.py makes "
+            "features of texts, times and lists of texts"
+        )
+
+    ids = [name for name in meta.dense if dense is None and _looks_like_ids(path, name)]
+    if ids:
+        print_error(
+            f"note: dense columns of whole numbers that look like ids: {listing(ids)}; "
+            "scripts/prepare_table.py makes ids of them; name them with --dense if they are numbers"
+        )
+
+
+def _is_usable(kind: pa.DataType) -> bool:
+    """Whether a column may be dense or categorical as it is."""
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or is_list_of_ids(kind)
+
+
+def _looks_like_ids(path: Path, name: str) -> bool:
+    with pq.ParquetFile(path) as file, suppress(NoFeatureError):
+        rows = next(file.iter_batches(SAMPLE_ROWS, columns=[name]), None)
+        return rows is not None and find_kind(name, rows[name], False).kind == "category"
+    return False
 
 
 def _note_missing(names: Sequence[str], rows: int) -> None:

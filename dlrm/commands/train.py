@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from dlrm.config.build import build_model, build_optimizers
+from dlrm.config.build import build_model, build_optimizers, sample_odds
 from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.options import changed_options
@@ -100,7 +100,7 @@ class Run:
             mode=config.step,
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, optimizers[1], world),
-            negatives=config.negatives,
+            odds=sample_odds(config, meta),
         )
 
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})

@@ -55,6 +55,20 @@ def build_model(
     return model.to(world.device), sharding
 
 
+def sample_odds(config: RunConfig, meta: Meta) -> float:
+    """The odds of a positive among the samples, divided by those among all rows.
+
+    Raises:
+        ValueError: weights are to be accounted for, and there are none.
+    """
+    if config.true_odds and meta.weight is None:
+        raise ValueError(
+            f"--true_odds accounts for sample weights, but {config.data} has none: leave it out"
+        )
+    ratio = meta.weight_ratio if config.true_odds else None
+    return (ratio or 1.0) / config.negatives
+
+
 def optimizer_specs(optim: OptimConfig) -> list[tuple[str, float, dict[str, Any]]]:
     """Rule, learning rate and options of the dense part, and of the embeddings.
 

@@ -248,6 +248,9 @@ class RunConfig:
     negatives: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training rows with label 0 that are kept, chosen by seed, the same in every
     epoch. The loss accounts for it, so that probabilities are those of all rows."""
+    true_odds: bool = False
+    """If the weights of positives and negatives differ on average, account for it in the loss, so
+    that probabilities are those of all rows, as if they had no weights."""
     epochs: Count = 1
     """Number of passes over the training rows."""
     max_steps: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | None = None

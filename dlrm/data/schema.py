@@ -122,6 +122,9 @@ class Meta(Closed):
     label: Name = "label"
     weight: Name | None = None
     """The column of sample weights, if there is one."""
+    weight_ratio: Number | None = None
+    """Mean weight of the positives divided by that of the negatives, in the training rows; None: 1,
+    or unknown. The odds among weighted rows are so many times those among all rows."""
     schema_version: int = SCHEMA_VERSION
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options with which the data was made."""

@@ -29,20 +29,20 @@ Run = Callable[["TrainStep", PreparedBatch, bool], dict[str, Tensor]]
 
 
 def mean_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor | None = None, negatives: float = 1.0
+    logits: Tensor, labels: Tensor, weights: Tensor | None = None, odds: float = 1.0
 ) -> Tensor:
     """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor.
 
     With ``weights [B]``, the loss of each sample is multiplied by its weight; the sum is divided by
     B, as the weights of a data set are 1 on average.
 
-    With ``negatives`` below 1, the samples are all positives and that share of the negatives. The
-    odds among them are ``1 / negatives`` times those among all rows, so the loss is taken at
-    ``logits - log(negatives)``, and the logits themselves are those of all rows.
+    The odds of a positive among the samples, as they are chosen and weighted, may be ``odds`` times
+    those among all rows. Then the loss is taken at ``logits + log(odds)``, and the logits
+    themselves are those of all rows.
     """
     logits = logits.float()
-    if negatives < 1:
-        logits = logits - math.log(negatives)
+    if odds != 1:
+        logits = logits + math.log(odds)
     return binary_cross_entropy_with_logits(logits, labels, weights)
 
 
@@ -75,7 +75,8 @@ class TrainStep:
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
         deterministic: equal seeds give equal bits on a GPU as well; holds for the whole process.
         reducer: sums the gradients over the processes, if there are several.
-        negatives: share of the negatives that are among the samples; see :func:`mean_loss`.
+        odds: of a positive among the samples, divided by those among all rows; see
+            :func:`mean_loss`.
 
     Attributes:
         losses: the mean loss since it was last taken.
@@ -97,7 +98,7 @@ class TrainStep:
         mode: str = "auto",
         deterministic: bool = False,
         reducer: GradientReducer | None = None,
-        negatives: float = 1.0,
+        odds: float = 1.0,
     ) -> None:
         self.device = next(model.parameters()).device
         self.mode = mode_for(model, self.device, mode)
@@ -106,7 +107,7 @@ class TrainStep:
         self.reducer = reducer
         self.clip_norm = clip_norm
         self.precision = precision
-        self.negatives = negatives
+        self.odds = odds
 
         set_precision(precision, deterministic=deterministic)
         if self.mode != "eager":
@@ -185,7 +186,7 @@ class TrainStep:
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """The mean loss of a batch, 0-d; with several processes, the part of it that is theirs."""
-        loss = self._loss(logits, batch.labels, batch.weights, self.negatives)
+        loss = self._loss(logits, batch.labels, batch.weights, self.odds)
         if self.reducer is None:
             with self._side.fork():  # on its own, it would add 5 us to a step of 0.17 ms
                 self.losses.total.add_(loss.detach())

@@ -220,6 +220,19 @@ def test_columns_without_a_number_are_noted(shop, describe):
     ]
 
 
+def test_columns_that_are_left_out_or_look_like_ids_are_noted(describe, tmp_path):
+    rows = frame(2000).assign(user_id=[float(i % 300) for i in range(2000)], seen=pd.Timestamp(0))
+    rows.loc[7, "user_id"] = None
+    rows.to_parquet(tmp_path / "train.parquet", index=False)
+    printed = describe(tmp_path, "--train", "train.parquet", "--label", "clicked").err
+    assert "left out: title (string), seen (timestamp[" in printed.replace("large_", "")
+    assert "scripts/prepare_table.py makes features of texts, times and lists" in printed
+    assert "dense columns of whole numbers that look like ids: user_id; scripts/prep" in printed
+    given = ("--dense", "user_id", "price", "--overwrite")
+    printed = describe(tmp_path, "--train", "train.parquet", "--label", "clicked", *given).err
+    assert "look like ids" not in printed
+
+
 def test_files_without_checksums_are_noted_once(shop, describe):
     found = describe(shop, *ARGUMENTS)
     assert f"note: 3 of 3 files have no checksums, such as {shop / 'train-0.parquet'}" in found.err

@@ -244,13 +244,14 @@ def test_a_weight_counts_a_sample_so_many_times():
         torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_loss_of_a_share_of_the_negatives_is_least_at_the_odds_of_all_rows():
+def test_the_loss_of_chosen_or_weighted_samples_is_least_at_the_odds_of_all_rows():
     labels = torch.tensor([1.0] * 30 + [0.0] * 70)
     kept = torch.tensor([1.0] * 30 + [0.0] * 7)
-    odds = torch.tensor(3 / 7).log().requires_grad_()
-    for sample, share in ((labels, 1.0), (kept, 0.1)):
-        mean_loss(odds.expand(len(sample)), sample, None, share).backward()
-        assert odds.grad.abs() < 1e-6
+    weights = torch.where(labels == 1, 8.0, 0.5)
+    best = torch.tensor(3 / 7).log().requires_grad_()
+    for sample, weight, odds in ((labels, None, 1.0), (kept, None, 10.0), (labels, weights, 16.0)):
+        mean_loss(best.expand(len(sample)), sample, weight, odds).backward()
+        assert best.grad.abs() < 1e-5
 
 
 @pytest.mark.gpu

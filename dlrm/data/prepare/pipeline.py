@@ -25,11 +25,10 @@ from typing import Any
 
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
-from ...utils.messages import print_error
 from ..evidence import with_effects
-from ..schema import META_FILE, SPLITS, EarlierData, Meta
+from ..schema import META_FILE, EarlierData, Meta
 from .bad_rows import BadRowsRule
-from .codes import LabelRule, label_rule
+from .checks import count_classes, note_weights, require_both_classes, require_rows
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
 from .row_source import RowSource
@@ -41,9 +40,6 @@ from .transform import TRANSFORM_FILE, Transform
 from .vocabulary import read_counts
 from .workspace import BAD_ROWS_FILE, Workspace
 
-SKIPPED_WARNING, SKIPPED_ERROR = 0.01, 0.5  # shares of the rows
-BY_CHANCE = 1e-3  # a split that lacks a class with less probability is refused
-FEW_ROWS = 100  # of splits that nobody expects much of
 FORMAT = 2  # of the spilled blocks; increment it when a restart cannot reuse older ones
 
 
@@ -119,22 +115,28 @@ class Preparation:
             workers=workers,
             progress=progress,
         )
-        self._require_rows(spilled)
+        require_rows(spilled, self.bad_rows, self.source.paths[0])
         splitter = self.split(spilled)
         self._require_training(spilled, splitter)
-        self._require_both_classes(spilled, splitter)
+
+        plan = self.transform.plan
+        label, weighted = plan.only("label"), plan.only("weight")
+        assert label is not None
+        weight = None if weighted is None else weighted.name
+        counts = count_classes(spilled, splitter, label.name, weight)
+        require_both_classes(counts, plan, earlier=self.earlier is not None)
+        note_weights(counts["train"])
 
         # What was learned, and the rows prepared by it.
-        transform, blocks = self.transform, spilled.blocks
         learner = Learner(
-            blocks=blocks,
+            blocks=spilled.blocks,
             splitter=splitter,
             work=work,
-            transform=transform,
+            transform=self.transform,
             earlier=self.earlier,
         )
         categorical = learner.learn_all(progress=progress)
-        splits = write_splits(learner, categorical, workers=workers, progress=progress)
+        write_splits(learner, categorical, workers=workers, progress=progress)
 
         # All other results; meta.json is the last one.
         with atomic_write(work / BAD_ROWS_FILE) as temporary:
@@ -142,19 +144,17 @@ class Preparation:
         if self.save is not None:
             self.save(work.directory)
 
-        plan = transform.plan
-        label, weight = plan.only("label"), plan.only("weight")
-        assert label is not None
         own = fingerprint(work.directory, [column.name for column in categorical], self.rules())
         extends: tuple[EarlierData, ...] = ()
         if self.earlier is not None and (self.earlier.directory / META_FILE).is_file():
             extends = Meta.read(self.earlier.directory).extended_by(own)
         meta = Meta(
             label=label.name,
-            weight=None if weight is None else weight.name,
+            weight=weight,
+            weight_ratio=counts["train"].weight_ratio,
             dense=plan.dense_names,
             categorical=categorical,
-            splits=splits,
+            splits={name: own.split(f"{name}.parquet") for name, own in counts.items()},
             options=self.options,
             inputs=tuple(self.source.records()),
             fingerprint=own,
@@ -164,65 +164,6 @@ class Preparation:
             paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
             meta = with_effects(work.directory, meta, [read_counts(path) for path in paths])
         meta.write(work.directory)
-
-    def _require_rows(self, spilled: Spilled) -> None:
-        """Check that there are rows, and that few are left out: more may change what is learned."""
-        bad, rows = spilled.bad, spilled.rows + spilled.bad.count
-        if not rows:
-            raise ValueError(f"{self.source.paths[0]} has no rows; give a table that has some")
-        share = bad.count / rows
-        if share <= SKIPPED_WARNING or (self.bad_rows == "skip-all" and spilled.rows):
-            return
-        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad.kinds.items())
-        problem = f"{bad.count:,} of {rows:,} rows do not fit ({kinds})"
-        if share <= SKIPPED_ERROR:
-            print_error(f"warning: {share:.1%} of the rows are left out: {problem}")
-            return
-        first = bad.first[0]
-        where = f"line {first['line']:,}" if "line" in first else f"row {first['row']:,}"
-        remedy = f"or keep only the other {spilled.rows:,} rows with --bad-rows skip-all"
-        raise ValueError(
-            f"{problem}; {first['file']}, {where}: {first['message']}"
-            + (f"; {remedy}" if spilled.rows else "")
-        )
-
-    def _require_both_classes(self, spilled: Spilled, splitter: Splitter) -> None:
-        """Check that a split has positive and negative rows, unless it lacks one by chance."""
-        label = self.transform.plan.only("label")
-        assert label is not None
-        found = {name: [0, 0] for name in SPLITS}
-        for block in spilled.blocks:
-            labels = block.column(label.name).to_numpy()
-            for name, selection in zip(SPLITS, splitter.selections(block), strict=True):
-                chosen = labels[selection]
-                found[name][0] += len(chosen)
-                found[name][1] += int(chosen.sum())
-
-        rows, positives = (sum(counts[i] for counts in found.values()) for i in range(2))
-        for name, (own_rows, own_positives) in found.items():
-            if not own_rows or 0 < own_positives < own_rows:
-                continue
-            value = int(own_positives > 0)
-            other = (rows - positives if value else positives) / rows
-            problem = f"all {own_rows:,} labels of the {name} split are {value}"
-            by_chance = other > 0 and (1 - other) ** own_rows > BY_CHANCE
-            if self.earlier is not None or by_chance:
-                if own_rows >= FEW_ROWS:
-                    print_error(f"note: {problem}, so that no AUC can be computed of it")
-                continue
-            if other:
-                raise ValueError(
-                    f"{problem}, and {other:.2%} of all labels are {1 - value}: for both in each "
-                    "split, use --split-by random if the rows are sorted by the label, or choose "
-                    "other shares or limits"
-                )
-            rule = label_rule(self.transform.plan.options, label.name)
-            if rows >= FEW_ROWS or rule != LabelRule():
-                raise ValueError(
-                    f"all {rows:,} labels are {value} (column {label.name!r}, {rule}), and a model "
-                    "needs rows of both classes: say which values count as 1, as in --label "
-                    "'rating >= 4' or --positive yes"
-                )
 
     def _require_training(self, spilled: Spilled, splitter: Splitter) -> None:
         """Check that there are rows to learn from, if anything is to be learned."""

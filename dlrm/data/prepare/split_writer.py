@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ...utils.atomic import atomic_write
-from ..schema import SPLITS, Categorical, Split
+from ...utils.messages import listing, print_error
+from ..schema import SPLITS, Categorical
 from ..threads import map_in_order
 from .learner import Learner
 from .rates import append_rates
@@ -25,8 +26,11 @@ LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row
 
 def write_splits(
     learner: Learner, categorical: Sequence[Categorical], *, workers: int, progress: bool
-) -> dict[str, Split]:
-    """Write ``SPLIT.parquet`` of each split into the workspace, with what was learned."""
+) -> None:
+    """Write ``SPLIT.parquet`` of each split into the workspace, with what was learned.
+
+    A column of which a split has no value that was in the training rows is noted.
+    """
     blocks, plan, work = learner.blocks, learner.transform.plan, learner.work
     label = plan.only("label")
     assert label is not None
@@ -45,8 +49,13 @@ def write_splits(
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
-    rows = dict.fromkeys(SPLITS, 0)
-    positives = dict.fromkeys(SPLITS, 0)
+    only_unseen = {
+        (split, column): True
+        for split in SPLITS[1:]
+        for column in categorical
+        if column.oov_id is not None and not column.multi_hot
+    }
+    written = Counter[str]()
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
         bar.total = sum(block.rows for block in blocks)
         writers: dict[str, SplitWriter] = {}
@@ -61,13 +70,20 @@ def write_splits(
                     writer = SplitWriter(work / f"{name}.parquet", part.schema, repeating)
                     writers[name] = stack.enter_context(writer)
                 writers[name].write(part)
-                rows[name] += part.num_rows
-                positives[name] += pc.sum(part[label.name]).as_py() or 0
+                written[name] += part.num_rows
+                for (split, column), alone in only_unseen.items():
+                    if alone and split == name:
+                        ids = part[column.name].to_numpy()
+                        only_unseen[split, column] = bool((ids == column.oov_id).all())
             bar.update(sum(part.num_rows for part in parts))
-    return {
-        name: Split(files=(f"{name}.parquet",), rows=rows[name], positives=positives[name])
-        for name in SPLITS
-    }
+
+    for split in SPLITS[1:]:
+        names = [c.name for (s, c), alone in only_unseen.items() if alone and s == split]
+        if names and written[split]:
+            print_error(
+                f"note: no row of the {split} split has a value of the training rows in "
+                f"{listing(names)}: all count as unseen, so its metrics say nothing of these"
+            )
 
 
 def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:

@@ -454,3 +454,14 @@ def test_a_vocabulary_that_a_column_cannot_have(tmp_path, seen, message):
     columns = {"movie": "category", "seen": {"kind": "list", "separator": " "} | seen}
     with pytest.raises(ValueError, match=message):
         prepare(table, tmp_path / "out", {"columns": columns | {"price": "number"}})
+
+
+def test_a_split_of_unseen_ids_alone_is_noted(tmp_path, capfd):
+    path = tmp_path / "rows.parquet"
+    columns = {"label": [0, 1] * 100, "day": [f"d{i // 10}" for i in range(200)]}
+    pq.write_table(pa.table(columns | {"city": ["a", "b"] * 100}), path)
+    files, plan = open_and_plan([path], build_options({}))
+    prepare_table(files, plan, tmp_path / "out", progress=False)
+    noted = capfd.readouterr().err
+    for split in ("val", "test"):
+        assert f"no row of the {split} split has a value of the training rows in day:" in noted

@@ -70,6 +70,31 @@ def test_training_and_metrics_follow_the_weights(tmp_path, run):
     assert pq.read_table(target).num_rows == 300
 
 
+def test_weights_that_shift_probabilities_are_noted_and_accounted_for(tmp_path, run, capsys):
+    """Weights of 16 for positives gave a mean probability of 0.129 where 0.009 was true."""
+    labels = np.arange(4000) % 50 == 0
+    path = tmp_path / "rows.parquet"
+    city = np.array(list("abcd"))[np.random.default_rng(0).integers(0, 4, 4000)]
+    columns = {"label": labels, "city": city, "weight": np.where(labels, 16.0, 1.0)}
+    pq.write_table(pa.table(columns), path)
+    meta = prepare(path, tmp_path / "out", columns={})
+    assert meta.weight_ratio == pytest.approx(16)
+    noted = "note: the weight of positives is 16 times that of negatives"
+    assert noted in capsys.readouterr().err
+    prepare(path, tmp_path / "none", columns={"weight": "drop"}, weight=None)
+    assert noted not in capsys.readouterr().err
+
+    small = ("--batch_size", 64, "--device", "cpu", "--output", tmp_path / "runs", "--epochs", 3)
+    for name, low, high in (("false", 0.1, 0.5), ("true", 0.005, 0.04)):
+        given = ("--name", name, "--true_odds", name)
+        run("train", "--data", tmp_path / "out", *small, *given)
+        target = tmp_path / f"{name}.parquet"
+        run("predict", tmp_path / "runs" / name, tmp_path / "out", target, "--device", "cpu")
+        assert low < pq.read_table(target)["probability"].to_numpy().mean() < high
+    refused = run("train", "--data", tmp_path / "none", *small, "--true_odds", "true", status=2)
+    assert "--true_odds accounts for sample weights" in refused.stderr
+
+
 @pytest.mark.parametrize("value", ["missing", "-1", "inf", "1e39"])
 def test_weights_that_are_none(tmp_path, value):
     path = tmp_path / "rows.csv"

@@ -1,0 +1,142 @@
+"""Checks of rows that have been read, before anything is learned of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...utils.messages import print_error
+from ..schema import SPLITS, Split
+from .bad_rows import BadRowsRule
+from .codes import LabelRule, label_rule
+from .columns import ColumnPlan
+from .spill import Spilled
+from .splitting import Splitter
+
+SKIPPED_WARNING, SKIPPED_ERROR = 0.01, 0.5  # shares of the rows
+BY_CHANCE = 1e-3  # a split that lacks a class with less probability is refused
+FEW_ROWS = 100  # of splits that nobody expects much of
+
+
+@dataclass
+class ClassCounts:
+    """The rows of a split by their label: ``[2]`` for 0 and 1."""
+
+    rows: np.ndarray
+    weights: np.ndarray
+    """The sums of the sample weights; of rows without any, their number."""
+
+    def split(self, file: str) -> Split:
+        """The description of the split, whose rows are in a file."""
+        return Split(files=(file,), rows=int(self.rows.sum()), positives=int(self.rows[1]))
+
+    @property
+    def weight_ratio(self) -> float | None:
+        """The mean weight of the positives divided by that of the negatives, if it is not 1."""
+        if not self.rows.all() or not self.weights.all():
+            return None
+        negative, positive = self.weights / self.rows
+        ratio = float(positive / negative)
+        return None if np.isclose(ratio, 1, rtol=1e-3) else ratio
+
+
+def count_classes(
+    spilled: Spilled, splitter: Splitter, label: str, weight: str | None
+) -> dict[str, ClassCounts]:
+    """Count the rows of each split by their label."""
+    counts = {name: ClassCounts(np.zeros(2, np.int64), np.zeros(2)) for name in SPLITS}
+    for block in spilled.blocks:
+        labels = block.column(label).to_numpy()
+        weights = None if weight is None else block.column(weight).to_numpy()
+        for own, selection in zip(counts.values(), splitter.selections(block), strict=True):
+            chosen = labels[selection]
+            own.rows += np.bincount(chosen, minlength=2)
+            own.weights += np.bincount(
+                chosen, None if weights is None else weights[selection], minlength=2
+            )
+    return counts
+
+
+def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object) -> None:
+    """Check that there are rows, and that few are left out: more may change what is learned.
+
+    Raises:
+        ValueError: there are no rows, or more than half of them do not fit.
+    """
+    bad, rows = spilled.bad, spilled.rows + spilled.bad.count
+    if not rows:
+        raise ValueError(f"{source} has no rows; give a table that has some")
+    share = bad.count / rows
+    if share <= SKIPPED_WARNING or (bad_rows == "skip-all" and spilled.rows):
+        return
+
+    kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad.kinds.items())
+    problem = f"{bad.count:,} of {rows:,} rows do not fit ({kinds})"
+    if share <= SKIPPED_ERROR:
+        print_error(f"warning: {share:.1%} of the rows are left out: {problem}")
+        return
+    first = bad.first[0]
+    where = f"line {first['line']:,}" if "line" in first else f"row {first['row']:,}"
+    remedy = f"; or keep only the other {spilled.rows:,} rows with --bad-rows skip-all"
+    raise ValueError(
+        f"{problem}; {first['file']}, {where}: {first['message']}{remedy if spilled.rows else ''}"
+    )
+
+
+def require_both_classes(
+    counts: Mapping[str, ClassCounts], plan: ColumnPlan, *, earlier: bool
+) -> None:
+    """Check that each split has positive and negative rows, unless it lacks one by chance.
+
+    Args:
+        counts: see :func:`count_classes`.
+        plan: what each column is.
+        earlier: whether the rows get earlier ids; they may be few, and only to be scored.
+
+    Raises:
+        ValueError: a split lacks a class.
+    """
+    total = np.sum([own.rows for own in counts.values()], axis=0)
+    for name, own in counts.items():
+        size = own.rows.sum()
+        if not size or own.rows.all():
+            continue
+        value = int(own.rows[1] > 0)
+        other = total[1 - value] / total.sum()
+        problem = f"all {size:,} labels of the {name} split are {value}"
+
+        # A few rows may have one class by chance, and so may those that are only scored.
+        if earlier or (other and (1 - other) ** size > BY_CHANCE):
+            if size >= FEW_ROWS:
+                print_error(f"note: {problem}, so that no AUC can be computed of it")
+            continue
+        if other:
+            raise ValueError(
+                f"{problem}, and {other:.2%} of all labels are {1 - value}: for both in each "
+                "split, use --split-by random if the rows are sorted by the label, or choose "
+                "other shares or limits"
+            )
+        label = plan.only("label")
+        assert label is not None
+        rule = label_rule(plan.options, label.name)
+        if size >= FEW_ROWS or rule != LabelRule():
+            raise ValueError(
+                f"all {total.sum():,} labels are {value} (column {label.name!r}, {rule}), and a "
+                "model needs rows of both classes: say which values count as 1, as in --label "
+                "'rating >= 4' or --positive yes"
+            )
+
+
+def note_weights(counts: ClassCounts) -> None:
+    """Note that the weights of the training rows shift the probabilities of a model."""
+    ratio = counts.weight_ratio
+    if ratio is None:
+        return
+    share, weighted = (own[1] / own.sum() for own in (counts.rows, counts.weights))
+    print_error(
+        f"note: the weight of positives is {ratio:.4g} times that of negatives, on average, so a "
+        f"model's probabilities have a mean of {weighted:.4g}, where {share:.4g} of the training "
+        "rows are positive; train.py --true_odds true makes them those of the rows"
+    )
