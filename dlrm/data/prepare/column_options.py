@@ -22,6 +22,8 @@ TimePart = Literal["hour", "weekday", "age"]
 Positive = Annotated[Whole, Ge(1)]
 
 ALL_OTHERS = "*"
+DOUBLE = "::"
+"""The delimiter of MovieLens, the only one of two characters; such fields are never quoted."""
 SHARES = {"train": "0.8", "val": "0.1", "test": "0.1"}
 
 
@@ -183,8 +185,10 @@ class TableOptions(Closed):
             raise ValueError("negative needs positive, the values of the label that count as 1")
         if both := sorted(set(self.positive or ()) & set(self.negative or ())):
             raise ValueError(f"{both[0]!r} is in positive and in negative; list it in one of them")
-        if self.delimiter is not None and len(self.delimiter.encode()) != 1:
-            raise ValueError(f"delimiter is {self.delimiter!r}; it must be one ASCII character")
+        if self.delimiter not in (None, DOUBLE) and len((self.delimiter or "").encode()) != 1:
+            raise ValueError(
+                f"delimiter is {self.delimiter!r}; it must be one ASCII character, or {DOUBLE}"
+            )
 
 
 def yaml_line(name: str, options: Any) -> str:

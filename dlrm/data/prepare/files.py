@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ...utils.messages import did_you_mean
 from ..parquet import read_footer
-from .column_options import TableOptions
+from .column_options import DOUBLE, TableOptions
 from .text_blocks import BLOCK_BYTES, BlockReader
 from .text_formats import CsvLayout, CsvPart, JsonPart, PartRows, csv_row_end
 
@@ -30,6 +30,7 @@ SUFFIXES = {
 }  # fmt: skip
 COMPRESSED = (".gz", ".zst", ".gzip")
 DELIMITERS = (",", "\t", ";", "|")
+PICKLES = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +235,11 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
     """Find the delimiter and the names of a CSV."""
     line = _first_line(path, options.quotes)
     delimiter = options.delimiter or max(DELIMITERS, key=line.count)
+    if options.delimiter is None and DOUBLE in line and not any(map(line.count, DELIMITERS[:3])):
+        delimiter = DOUBLE
+    quotes = options.quotes and delimiter != DOUBLE  # of MovieLens, with quotes in titles
     fields = line.split(delimiter)
-    if options.quotes:
+    if quotes:
         fields = next(csv.reader([line], delimiter=delimiter))
 
     names = options.names
@@ -256,7 +260,7 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
         names=names,
         delimiter=delimiter,
         header=options.names is None,
-        quotes=options.quotes,
+        quotes=quotes,
     )
 
 
@@ -274,6 +278,11 @@ def _first_line(path: Path, quotes: bool) -> str:
     if start.startswith(b"PK\3\4"):
         raise ValueError(
             f"{path} is a ZIP archive, as Excel workbooks are; save it as CSV, or unpack it"
+        )
+    if start.startswith(PICKLES) or path.suffix in (".pkl", ".pickle"):
+        raise ValueError(
+            f"{path} is a pickle, which may run code when it is read; if you trust it, load it in "
+            "Python, and write it with DataFrame.to_parquet"
         )
     start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ...utils.messages import did_you_mean, printable
+from ...utils.messages import did_you_mean, listing, printable
 from . import codes
 from .bad_rows import BadRow, BadValue
 from .codes import find_negative
@@ -31,6 +31,7 @@ from .text_formats import CsvPart
 from .values import decoded, is_text
 
 SAMPLE_BYTES = 4 << 20
+MANY_COLUMNS, SHOWN = 50, 3  # with more columns, those alike share a line, which names some
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
 
 
@@ -178,11 +179,18 @@ def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:
 
 
 def format_plan(plan: ColumnPlan) -> str:
-    """The table that is printed before the work."""
+    """The summary that is printed before the work: a line for each column, or for many alike."""
+    alike: dict[tuple[str, ...], list[Column]] = {}
+    for column in plan.columns:
+        look = column.found, column.kind, _becomes(column, plan.options)
+        own = (column.name,) if len(plan.columns) <= MANY_COLUMNS else ()
+        alike.setdefault((*look, *own), []).append(column)
+
     rows = [("column", "type", "kind", "becomes", "why")]
-    rows += [
-        (printable(c.name), c.found, c.kind, _becomes(c, plan.options), c.why) for c in plan.columns
-    ]
+    for (found, kind, becomes, *_), columns in alike.items():
+        names = printable(listing([column.name for column in columns], SHOWN))
+        more = f"; and {len(columns) - 1:,} alike" if len(columns) > 1 else ""
+        rows.append((names, found, kind, becomes, columns[0].why + more))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = []
     for row in rows:

@@ -19,6 +19,7 @@ from .text_blocks import TextBlock
 from .values import NUMBER_MISSING, failing, is_list, is_number, is_text, numbers
 
 QUOTE = ord('"')
+UNIT = "\x1f"  # the "unit separator" of ASCII, in place of a delimiter of two characters
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,18 @@ class CsvPart(TextPart):
             return pa.RecordBatch.from_pylist([], schema)
 
         convert = {"column_types": types, "include_columns": list(types)} if types else {}
+        data, delimiter = self.data, self.layout.delimiter
+        if len(delimiter) > 1:
+            data, delimiter = data.replace(delimiter.encode(), UNIT.encode()), UNIT
         table = pyarrow.csv.read_csv(
-            pa.BufferReader(self.data),
+            pa.BufferReader(data),
             pyarrow.csv.ReadOptions(
                 column_names=self.layout.names,
                 use_threads=False,
                 block_size=len(self.data) + 1,
             ),
             pyarrow.csv.ParseOptions(
-                delimiter=self.layout.delimiter,
+                delimiter=delimiter,
                 quote_char='"' if self.layout.quotes else False,
                 newlines_in_values=self.layout.quotes,
                 invalid_row_handler=handler,
@@ -148,10 +152,12 @@ class CsvPart(TextPart):
         for row in invalid:
             if row.number is None:
                 raise ValueError(f"{self.path}: {problem}; correct the file")
+            delimiter = self.layout.delimiter
             bad[row.number - 1] = BadRow(
                 row.number - 1,
                 f"{row.actual_columns} fields, a row has {row.expected_columns}: "
-                f"{shown(row.text)}; correct it (is the delimiter {self.layout.delimiter!r}?)",
+                f"{shown(row.text.replace(UNIT, delimiter))}; correct it (is the delimiter "
+                f"{delimiter!r}?)",
             )
 
         count = rows.num_rows + len(bad)

@@ -5,12 +5,14 @@ import json
 import zipfile
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.prepare import infer
 from dlrm.data.prepare.column_options import build_options, read_options
+from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.prepare.transform import Transform
 
@@ -278,3 +280,40 @@ def test_a_quote_that_is_never_closed(tmp_path, rest, end):
         prepare(path, tmp_path, block_bytes=1 << 20)
     whole = prepare(path, tmp_path, block_bytes=1 << 20, quotes=False)
     assert sum(split.rows for split in whole.splits.values()) == 101 + len(rest)
+
+
+def test_a_pickle_is_called_one(tmp_path):
+    pd.DataFrame({"label": [0, 1], "c": ["a", "b"]}).to_pickle(tmp_path / "rows.pkl")
+    (tmp_path / "rows.pkl").rename(tmp_path / "rows.dat")
+    with pytest.raises(ValueError, match=r"rows.dat is a pickle, which may run code when it is"):
+        open_and_plan([tmp_path / "rows.dat"], build_options({}))
+
+
+@pytest.mark.parametrize("given", [{}, {"delimiter": "::"}])
+def test_two_colons_are_a_delimiter(tmp_path, given):
+    """MovieLens has them, and titles with quotes."""
+    path = tmp_path / "ratings.dat"
+    rows = [f'{i % 40}::"Great, {i % 3}" (1995)::{i % 2}' for i in range(200)]
+    path.write_text("\n".join(["user::title::label", *rows]) + "\n")
+    files, plan = open_and_plan([path], build_options(given))
+    assert [column.kind for column in plan.columns] == ["category", "category", "label"]
+    prepare_table(files, plan, tmp_path / "out", progress=False)
+    values = pq.read_table(tmp_path / "out" / "vocabulary" / "title.parquet")["value"].to_pylist()
+    assert set(values) == {None, *(f'"Great, {i}" (1995)' for i in range(3))}
+    path.write_text(path.read_text() + "7::x\n")
+    files, plan = open_and_plan([path], build_options(given | {"names": None}), skip_bad=True)
+    with pytest.raises(ValueError, match=r"2 fields, a row has 3: '7::x'; .* the delimiter '::'"):
+        prepare_table(files, plan, tmp_path / "more", progress=False)
+
+
+def test_many_columns_are_summarised(tmp_path):
+    columns = {"label": [0, 1] * 100} | {f"n{i}": np.arange(200) / 7 for i in range(40)}
+    columns |= {f"c{i}": ["a", "b"] * 100 for i in range(20)}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    _, plan = open_and_plan([tmp_path / "rows.parquet"], build_options({}))
+    header, label, numbers, categories = format_plan(plan).splitlines()
+    assert header.startswith("column")
+    assert label.startswith("label")
+    assert numbers.startswith("n0, n1, n2, ... (40 in all)  double  number")
+    assert numbers.endswith("numbers; and 39 alike")
+    assert categories.startswith("c0, c1, c2, ... (20 in all)  text")
