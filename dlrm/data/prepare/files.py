@@ -30,7 +30,7 @@ SUFFIXES = {
 }  # fmt: skip
 COMPRESSED = (".gz", ".zst", ".gzip")
 DELIMITERS = (",", "\t", ";", "|")
-PICKLES = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
+PICKLED = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +279,7 @@ def _first_line(path: Path, quotes: bool) -> str:
         raise ValueError(
             f"{path} is a ZIP archive, as Excel workbooks are; save it as CSV, or unpack it"
         )
-    if start.startswith(PICKLES) or path.suffix in (".pkl", ".pickle"):
+    if start.startswith(PICKLED):
         raise ValueError(
             f"{path} is a pickle, which may run code when it is read; if you trust it, load it in "
             "Python, and write it with DataFrame.to_parquet"
