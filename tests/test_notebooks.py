@@ -46,12 +46,15 @@ def test_runs_from_top_to_bottom_on_small_data(path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data", "tt_rec"])
+@pytest.mark.parametrize(
+    ("name", "bags"), [("data", None), ("data", [1, 3] * 13), ("tt_rec", None)]
+)
 def test_runs_on_own_data_without_a_planted_truth_and_smaller_than_its_caches(
-    name, monkeypatch, tmp_path
+    name, bags, monkeypatch, tmp_path
 ):
     data = tmp_path / "data"
-    synthetic.write(data, rows=700, cardinalities=[99] * 26, fractions=(0.8, 0.1, 0.1))
+    sizes = {"cardinalities": [99] * 26, "bag_sizes": bags}
+    synthetic.write(data, rows=700, **sizes, fractions=(0.8, 0.1, 0.1))
     meta = json.loads((data / "meta.json").read_text())
     del meta["planted"]
     (data / "meta.json").write_text(json.dumps(meta))
