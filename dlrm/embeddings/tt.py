@@ -254,20 +254,16 @@ class TT(CachesHotRows, Embedding):
         self, tables: Tensor, ids: Tensor, skip: Tensor | None, context: LookupContext
     ) -> Tensor:
         """Rows of the trains, or cached ones; zeros where ``skip`` is set."""
+        cores, shape, updates = list(self.cores), self._shape, context.updates
         if self.cache is None:
-            return self._compressed(tables, ids, context, skip=skip)
+            return tt_vectors(cores, shape, tables, ids, skip=skip, updates=updates)
+
         slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
-        if skip is not None:
-            hits &= ~skip
-        compressed = self._compressed(
-            tables, ids, context, skip=hits if skip is None else hits | skip
-        )
-        if hits.is_cuda:  # static shapes
-            return torch.where(hits[..., None], self.cache.look_up(slots), compressed)
-        out = compressed.clone()
-        out[hits] = self.cache.look_up(slots[hits])
-        return out
+        skipped = hits if skip is None else hits | skip
+        rest = tt_vectors(cores, shape, tables, ids, skip=skipped, updates=updates)
+        hits = hits if skip is None else hits & ~skip
+        return torch.where(hits[..., None], self.cache.look_up(slots), rest)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is not None or self.exact is not None or self.mode == "max":
@@ -275,22 +271,6 @@ class TT(CachesHotRows, Embedding):
         cores, updates = list(self.cores), context.updates
         pooled = tt_bags(cores, self._shape, bags, mode=self.mode, updates=updates)
         return pooled.transpose(0, 1)
-
-    def _compressed(
-        self,
-        tables: Tensor,
-        ids: Tensor,
-        context: LookupContext = NO_CONTEXT,
-        *,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        """Rows computed from the cores, without the cache; zeros where ``skip`` is set."""
-        cores, updates = list(self.cores), context.updates
-        if skip is None or ids.is_cuda:  # static shapes: the kernel leaves out skipped ids
-            return tt_vectors(cores, self._shape, tables, ids, skip=skip, updates=updates)
-        out = self.cores[0].new_zeros(*ids.shape, self.embedding_dim)
-        out[~skip] = tt_vectors(cores, self._shape, tables.expand_as(ids)[~skip], ids[~skip])
-        return out
 
     @property
     def has_cache(self) -> bool:
@@ -325,7 +305,10 @@ class TT(CachesHotRows, Embedding):
         def write(keys: Tensor, rows: Tensor) -> float:
             return fit_rows(list(self.cores), self._shape, *tables_and_ids(keys), rows)
 
-        report = self.cache.populate(lambda keys: self._compressed(*tables_and_ids(keys)), write)
+        def read(keys: Tensor) -> Tensor:
+            return tt_vectors(list(self.cores), self._shape, *tables_and_ids(keys))
+
+        report = self.cache.populate(read, write)
         reset = {f"cache.{name}": rows for name, rows in report.reset.items()}
         return replace(report, reset=reset)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def tt_vectors(
         tables: table of each id, an integer tensor that broadcasts to the shape of ``ids``.
         ids: integers of any shape ``[...]``, each within its table.
         skip: ids to leave out, such as those in a cache, bool of the shape of ``ids``. Their rows
-            are zeros without a gradient, and cost nothing on a GPU.
+            are zeros without a gradient, and cost nothing.
         updates: optimizer steps of cores that the backward pass may apply itself, on a GPU. Such a
             core gets no gradient.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
@@ -107,8 +108,11 @@ def tt_vectors(
 
     if not _runs_triton(cores, impl) or not ids.numel():
         with torch.autocast(ids.device.type, enabled=False):  # it would cast sums and rows too
-            rows = tt_vectors_torch(cores, shape, tables, ids)
-        return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
+            if skip is None:
+                return tt_vectors_torch(cores, shape, tables, ids)
+            rows = cores[0].new_zeros(*ids.shape, prod(shape.q))
+            rows[~skip] = tt_vectors_torch(cores, shape, tables.expand_as(ids)[~skip], ids[~skip])
+            return rows
 
     layout = factor_layout(shape)
     table_of, per_table = _table_runs(tables, ids)

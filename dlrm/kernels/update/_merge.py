@@ -108,6 +108,8 @@ def _read(
     row = row.to(tl.int64)
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = live[:, None] & (column < D)
+
+    # The weights.
     scale = row
     if FORMAT == 0:
         at = _pointer(row, slot, table, 0, D)[:, None] + column
@@ -115,7 +117,8 @@ def _read(
     else:
         value, scale = load_packed(table.tensors[0], row, table.wide, live, column, D, FORMAT)
 
-    first, second, momentum, row_state = value, value, value, row  # placeholders
+    # Their states; what the rule does not have is a placeholder.
+    first, second, momentum, row_state = value, value, value, row
     if RULE.weight_states > 0:
         at = _pointer(row, slot, table, 1, D)[:, None] + column
         first = tl.load(at, mask=mask, other=0.0)

@@ -267,8 +267,10 @@ def _update_fused(
             weight_decay=decay,
         )  # fmt: skip
     else:
-        torch._foreach_add_(own[2], 1)  # the steps so far, the same for all rows
+        # The steps so far are the same for all rows.
+        torch._foreach_add_(own[2], 1)
         steps = [count.flatten()[0] for count in own[2]]
+
         step = torch._fused_adam_ if rule.name == "adam" else torch._fused_adamw_
         step(
             values, grads, own[0], own[1], [], steps, lr=rate, beta1=rule.betas[0],
