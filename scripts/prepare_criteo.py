@@ -23,7 +23,7 @@ from dlrm.data.schema import Meta
 from dlrm.utils.device import peak_process_memory
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import listing, print_error
-from dlrm.utils.program import Parser, exit_status, path_arg
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 EPILOG = """\
 Input: tab-separated lines of label, I1..I13 (numbers, may be empty) and C1..C26 (up to 8 hex
@@ -185,7 +185,7 @@ def _parser() -> Parser:
         help="replace what was prepared in DIR from other inputs or with other options, which "
         "changes the ids under the runs that were trained on it. Default: no",
     )
-    add("--workers", type=int, metavar="N", help="threads. Default: one per core")
+    add("--workers", type=count_arg, metavar="N", help="threads. Default: one per core")
 
     _add_ids_of(parser)
     return parser

@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare(options: Namespace) -> None:
     """Print what each column is, prepare, and print a summary."""
     start = time.perf_counter()
+
+    # What each column is; it is printed before an error about columns, too.
     content, skip_bad = _content(options), options.bad_rows != "stop"
     if options.ids_of is None:
         table = build_options(content, f"{options.config}: " if options.config else "")
@@ -116,6 +118,8 @@ def _prepare(options: Namespace) -> None:
 def _content(options: Namespace) -> dict[str, Any]:
     """The options of the table, from the file and the command line."""
     content = {} if options.config is None else read_options(options.config)
+
+    # One label, and what of it counts as 1.
     if len(options.label or ()) > 1:
         raise ValueError(
             f"--label is given {len(options.label)} times ({', '.join(options.label)}), but a "
@@ -126,6 +130,7 @@ def _content(options: Namespace) -> dict[str, Any]:
     given["positive"] = options.positive
     content |= {name: value for name, value in given.items() if value is not None}
 
+    # The split.
     split: dict[str, str] = {}
     if options.split is not None:
         if len(options.split) != 3:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 from dlrm.data.prepare.bad_rows import BadRowsRule
 from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
 from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
 from dlrm.data.prepare.learner import EarlierIds
-from dlrm.data.prepare.pipeline import Preparation, require_fingerprint
+from dlrm.data.prepare.pipeline import Preparation, RunOptions, require_fingerprint
 from dlrm.data.prepare.spill import Spilled
 from dlrm.data.prepare.splitting import Splitter
-from dlrm.data.prepare.text_blocks import BLOCK_BYTES
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.vocabulary import open_vocabulary
 from dlrm.data.schema import META_FILE, Meta
@@ -75,11 +74,7 @@ def prepare(
     inputs: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     options: Options,
-    *,
-    overwrite: bool = False,
-    workers: int | None = None,
-    block_bytes: int = BLOCK_BYTES,
-    progress: bool = True,
+    **run: Unpack[RunOptions],
 ) -> Meta:
     """Prepare raw logs for training.
 
@@ -88,8 +83,7 @@ def prepare(
         output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``,
             ``vocabulary/C1.parquet`` .., ``bad_rows.json`` and ``meta.json``.
         options: options that determine the results.
-        overwrite, workers, block_bytes, progress: see
-            :meth:`dlrm.data.prepare.pipeline.Preparation.run`.
+        run: see :class:`dlrm.data.prepare.pipeline.RunOptions`.
 
     Returns:
         The contents of ``meta.json``.
@@ -99,8 +93,6 @@ def prepare(
         ValueError: there are bad rows (unless they are to be skipped) or no rows to train on, or
             another process is preparing ``output``.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"--workers is {workers}; it must be at least 1")
     paths = _files(inputs)
 
     earlier = None
@@ -126,13 +118,7 @@ def prepare(
         earlier=earlier,
         bad_rows=options.bad_rows,
     )
-    return preparation.run(
-        output,
-        overwrite=overwrite,
-        workers=workers,
-        block_bytes=block_bytes,
-        progress=progress,
-    )
+    return preparation.run(output, **run)
 
 
 def inherit_options(options: Options) -> Options:

@@ -98,6 +98,8 @@ def require_both_classes(
     Raises:
         ValueError: a split lacks a class.
     """
+    label = plan.only("label")
+    assert label is not None
     total = np.sum([own.rows for own in counts.values()], axis=0)
     for name, own in counts.items():
         size = own.rows.sum()
@@ -118,8 +120,6 @@ def require_both_classes(
                 "split, use --split-by random if the rows are sorted by the label, or choose "
                 "other shares or limits"
             )
-        label = plan.only("label")
-        assert label is not None
         rule = label_rule(plan.options, label.name)
         if size >= FEW_ROWS or rule != LabelRule():
             raise ValueError(

@@ -57,6 +57,8 @@ class LabelRule:
             BadValue: a label is missing or another value.
         """
         must = "the label must be there"
+
+        # A comparison, with numbers or with a text.
         if self.operator in ORDERS:
             found = numbers(array, name)
             if np.isnan(found).any():
@@ -67,6 +69,8 @@ class LabelRule:
         if self.operator is not None:
             equal = int(self.operator == "==")
             return _mapped(array, name, {_plain(self.value): equal}, must, "", other=1 - equal)
+
+        # Values that are listed, or 0 and 1.
         if self.positive is None:
             rule = "it must be 0 or 1 (false or true), as a model has one binary label"
             hint = "say which values count as 1, as in --label 'rating >= 4' or --positive yes"

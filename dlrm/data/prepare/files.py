@@ -242,6 +242,7 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
     if quotes:
         fields = next(csv.reader([line], delimiter=delimiter))
 
+    # The names, given or in the first line.
     names = options.names
     if names is None:
         names = tuple(name if name.strip() else f"column_{i}" for i, name in enumerate(fields, 1))
@@ -271,6 +272,8 @@ def _first_line(path: Path, quotes: bool) -> str:
         ValueError: the file is empty, or no text in UTF-8.
     """
     start = BlockReader(path).start(1 << 16)
+
+    # Files of other kinds.
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
             f"{path} is UTF-16; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8"
@@ -284,6 +287,7 @@ def _first_line(path: Path, quotes: bool) -> str:
             f"{path} is a pickle, which may run code when it is read; if you trust it, load it in "
             "Python, and write it with DataFrame.to_parquet"
         )
+
     start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():
         raise ValueError(f"{path} is empty; a table has a line with the names of its columns")

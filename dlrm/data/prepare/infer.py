@@ -56,6 +56,7 @@ def plan_columns(
     given = _named(options, names, files[0])
     labels = [_known_labels(sample, given, options) for sample in samples]
 
+    # All columns are found before any error, so that they can be printed.
     columns, useless = [], dict[str, str]()
     for name in names:
         parts = [
@@ -71,6 +72,7 @@ def plan_columns(
             found = _type_name(parts[0][0].type)
             columns.append(Column(name=name, found=found, why=str(error), options=_USELESS))
 
+    # What is wrong with all of them together.
     plan = ColumnPlan(options=options, columns=tuple(columns))
     if useless:
         raise ColumnsError(_no_features(useless), plan)
@@ -145,6 +147,8 @@ def _column(
     """One column, with its kind as given or as inferred from its first values and labels."""
     values = [part for part, _ in parts]
     by_time = options.split.by == "time" and options.split.column == name
+
+    # The kind, as given or found.
     if own.kind is None:
         candidates = [
             find_split_time(name, part, untyped)
@@ -159,6 +163,7 @@ def _column(
         if own.kind in ("number", "weight") and own.marks is None:
             inferred = _written(values, inferred)
 
+    # Its options, with what was found of how values are written.
     own = replace(own, kind=inferred.kind)  # type: ignore[arg-type]
     if (marks := inferred.marks) is not None:
         own = replace(own, **asdict(marks))

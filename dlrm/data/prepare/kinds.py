@@ -314,12 +314,15 @@ def find_separator(texts: pa.Array) -> tuple[str | None, bool]:
     distinct = texts.unique()
     if not len(texts):
         return None, False
+
+    # In brackets, with commas or spaces in some of them.
     for mark in (", ", ",", " "):
         inner = r"\[[^\]]*\]|\([^)]*\)"
         bracketed = distinct.filter(pc.match_substring_regex(distinct, rf"^\s*({inner})\s*$"))
         if len(bracketed) > NUMBER_SHARE * len(distinct) and _share(bracketed, mark) >= LIST_SHARE:
             return f"[{mark.strip() or mark}]", True
 
+    # Without brackets.
     for separator in ("|", ";", ",", " "):
         # Entries repeat, and other texts with a bar in them don't.
         sample = texts if separator in "|;" else distinct

@@ -94,6 +94,8 @@ def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
     )
     if not len(texts) or (symbol is None and _count(texts, MARKED) < wanted):
         return None
+
+    # Which marks fit most texts, the simplest first.
     known = KNOWN if symbol is None else (Marks(), *KNOWN)
     known = tuple(replace(marks, symbol=symbol) for marks in known)
     plain = pc.match_substring_regex(texts, PLAIN)
@@ -101,6 +103,8 @@ def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
     most = max(counts.values())
     if most < wanted or most <= (pc.sum(plain).as_py() or 0):
         return None
+
+    # Whether a comma is a decimal one can't be told from 1,234.
     fitting = [marks for marks, count in counts.items() if count == most]
     unclear = fitting[0] != Marks(symbol=symbol) and all(
         replace(marks, symbol=symbol) in fitting for marks in POINT_OR_COMMA

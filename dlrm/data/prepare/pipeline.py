@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
@@ -41,6 +41,19 @@ from .vocabulary import read_counts
 from .workspace import BAD_ROWS_FILE, Workspace
 
 FORMAT = 2  # of the spilled blocks; increment it when a restart cannot reuse older ones
+
+
+class RunOptions(TypedDict, total=False):
+    """How a preparation works, which changes none of its results."""
+
+    overwrite: bool
+    """Replace what was prepared there from other inputs or with other options (default: no)."""
+    workers: int | None
+    """Threads; by default one per core that the process may use."""
+    block_bytes: int
+    """Size of the blocks of text that are converted and spilled (default: 16 MB)."""
+    progress: bool
+    """Show progress bars on standard error (default: yes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +77,7 @@ class Preparation:
     def run(
         self,
         output: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        workers: int | None = None,
-        block_bytes: int = BLOCK_BYTES,
-        progress: bool = True,
+        **options: Unpack[RunOptions],
     ) -> Meta:
         """Prepare the rows.
 
@@ -77,10 +86,7 @@ class Preparation:
 
         Args:
             output: directory for the results.
-            overwrite: replace what was prepared there from other inputs or with other options.
-            workers: threads; by default one per core that the process may use.
-            block_bytes: size of the blocks of text that are converted and spilled.
-            progress: show progress bars on standard error.
+            options: how the work is done.
 
         Returns:
             The contents of ``meta.json``.
@@ -94,24 +100,29 @@ class Preparation:
                 f"--ids-of {self.earlier.directory} is also the output; give another --output"
             )
         key = {
-            "format": [FORMAT, block_bytes],
+            "format": [FORMAT, options.get("block_bytes", BLOCK_BYTES)],
             "options": {**self.options, "bad_rows": None},  # does not change what is spilled
             "ids_of": self.earlier and _state_of(self.earlier.directory),
         }
         inputs = self.source.paths
+        overwrite = options.get("overwrite", False)
         with Workspace(Path(output), key, inputs=inputs, overwrite=overwrite) as work:
             if not work.finished:
-                self._make(work, workers or cpu_count(), block_bytes, progress)
+                self._make(work, options)
             work.publish()
         return Meta.read(output)
 
-    def _make(self, work: Workspace, workers: int, block_bytes: int, progress: bool) -> None:
+    def _make(self, work: Workspace, options: RunOptions) -> None:
         """Make all results in the workspace."""
+        workers, progress = options.get("workers"), options.get("progress", True)
+        workers = cpu_count() if workers is None else workers
+        if workers < 1:
+            raise ValueError(f"--workers is {workers}; it must be at least 1")
         spilled = spill_rows(
             self.source,
             work,
             skip_bad=self.bad_rows != "stop",
-            block_bytes=block_bytes,
+            block_bytes=options.get("block_bytes", BLOCK_BYTES),
             workers=workers,
             progress=progress,
         )

@@ -49,11 +49,9 @@ def write_splits(
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
-    only_unseen = {
-        (split, column): True
+    unseen = {
+        split: [c for c in categorical if c.oov_id is not None and not c.multi_hot]
         for split in SPLITS[1:]
-        for column in categorical
-        if column.oov_id is not None and not column.multi_hot
     }
     written = Counter[str]()
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
@@ -71,19 +69,22 @@ def write_splits(
                     writers[name] = stack.enter_context(writer)
                 writers[name].write(part)
                 written[name] += part.num_rows
-                for (split, column), alone in only_unseen.items():
-                    if alone and split == name:
-                        ids = part[column.name].to_numpy()
-                        only_unseen[split, column] = bool((ids == column.oov_id).all())
+                if name in unseen:
+                    unseen[name] = [c for c in unseen[name] if _all_unseen(c, part)]
             bar.update(sum(part.num_rows for part in parts))
 
-    for split in SPLITS[1:]:
-        names = [c.name for (s, c), alone in only_unseen.items() if alone and s == split]
-        if names and written[split]:
+    for split, columns in unseen.items():
+        if columns and written[split]:
             print_error(
                 f"note: no row of the {split} split has a value of the training rows in "
-                f"{listing(names)}: all count as unseen, so its metrics say nothing of these"
+                f"{listing([c.name for c in columns])}: all count as unseen, so its metrics say "
+                "nothing of these"
             )
+
+
+def _all_unseen(column: Categorical, rows: pa.RecordBatch) -> bool:
+    """Whether no value of a column was in the training rows."""
+    return bool((rows[column.name].to_numpy() == column.oov_id).all())
 
 
 def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pyarrow as pa
 import yaml
@@ -21,11 +21,10 @@ from .extend_ids import NOTHING_TO_EVICT
 from .files import RawFile, find_files, open_files
 from .infer import plan_columns, read_types
 from .learner import EarlierIds
-from .pipeline import Preparation, require_fingerprint
+from .pipeline import Preparation, RunOptions, require_fingerprint
 from .spill import Spilled
 from .splitting import Splitter, make_splitter
 from .table_rows import TableRows
-from .text_blocks import BLOCK_BYTES
 from .transform import TRANSFORM_FILE, Transform
 from .values import numbers, times
 
@@ -82,10 +81,7 @@ def prepare_table(
     grow: bool = False,
     evict_after: int | None = None,
     bad_rows: BadRowsRule = "stop",
-    overwrite: bool = False,
-    workers: int | None = None,
-    block_bytes: int = BLOCK_BYTES,
-    progress: bool = True,
+    **run: Unpack[RunOptions],
 ) -> Meta:
     """Prepare a table for training.
 
@@ -101,8 +97,7 @@ def prepare_table(
             many preparations, this one included.
         bad_rows: ``stop`` at the first row that does not fit; or ``skip`` such rows, up to half of
             all, or ``skip-all``, and report them in ``bad_rows.json``.
-        overwrite, workers, block_bytes, progress: see
-            :meth:`dlrm.data.prepare.pipeline.Preparation.run`.
+        run: see :class:`dlrm.data.prepare.pipeline.RunOptions`.
 
     Returns:
         The contents of ``meta.json``.
@@ -152,13 +147,7 @@ def prepare_table(
         earlier=earlier,
         bad_rows=bad_rows,
     )
-    return preparation.run(
-        output,
-        overwrite=overwrite,
-        workers=workers,
-        block_bytes=block_bytes,
-        progress=progress,
-    )
+    return preparation.run(output, **run)
 
 
 def _plan_of_later_rows(

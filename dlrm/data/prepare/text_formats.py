@@ -110,6 +110,7 @@ class CsvPart(TextPart):
             schema = pa.schema([(name, pa.string()) for name in types or self.layout.names])
             return pa.RecordBatch.from_pylist([], schema)
 
+        # pyarrow takes delimiters of one character.
         convert = {"column_types": types, "include_columns": list(types)} if types else {}
         data, delimiter = self.data, self.layout.delimiter
         if len(delimiter) > 1:
@@ -293,6 +294,7 @@ def _misfits(lines: Sequence[bytes], types: Mapping[str, pa.DataType]) -> list[i
 
     They are found much faster than by reading some lines at a time with pyarrow.
     """
+    # The classes of Python that the value of a column may have.
     fitting: dict[str, tuple[type, ...]] = {}
     for name, kind in types.items():
         if is_text(kind):
@@ -313,6 +315,8 @@ def _misfits(lines: Sequence[bytes], types: Mapping[str, pa.DataType]) -> list[i
             )
         except (ValueError, AttributeError):  # no JSON, or no object
             fits = False
+
+        # All others are read by pyarrow, whose word is the last.
         if not fits:
             found.append(position)
     return found
