@@ -124,7 +124,8 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return InferredKind(kind="number", why=f"numbers, except {odd}")
     separator, sure = find_separator(sample)
     if separator and sure:
-        why = f"texts with {separator!r} between entries{_alternative(name, 'category')}"
+        where = "in brackets" if len(separator) > 1 else f"with {separator!r} between entries"
+        why = f"texts {where}{_alternative(name, 'category')}"
         return InferredKind(kind="list", why=why)
 
     why = f"texts, {_often(sample)}"
