@@ -31,7 +31,7 @@ from dlrm.training.best_model import Validations, note_validation
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.data_parallel import GradientReducer, state_bytes
-from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, go_on
+from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, rates_after_fit
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
 from dlrm.training.modes import import_compiler, seed_dropout
@@ -233,7 +233,7 @@ class Run:
         self.tracker.log(0, fitted)
         before, after = self._evaluate("val", trained.model), self._evaluate("val")
         lost, epochs = auc_lost(before, after), self.validations.last_step / len(self.train_data)
-        factor, anew = go_on(self.model, trained.data, self.config.data, lost, epochs)
+        factor, anew = rates_after_fit(self.model, trained.data, self.config.data, lost, epochs)
 
         factor = self.config.optim.fine_tune or factor
         self.schedule.fine_tune = factor

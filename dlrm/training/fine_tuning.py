@@ -188,10 +188,10 @@ def auc_lost(trained: Mapping[str, float], fitted: Mapping[str, float]) -> float
     return trained.get("auc", math.nan) - fitted.get("auc", math.nan)
 
 
-def go_on(
+def rates_after_fit(
     model: DLRM, before: str | None, now: str, lost: float, epochs: float
 ) -> tuple[float, bool]:
-    """Choose how to continue the training of a model whose tables were fitted.
+    """Choose the learning rates of a model whose tables were fitted.
 
     Some kinds learn more from scratch than from a fit. If there are any, and the model will train
     for an epoch of the same data, all tables are reinitialized, and nothing is slowed down. On
@@ -199,34 +199,22 @@ def go_on(
 
     Args:
         model: the model, whose tables may be reinitialized.
-        before, now, lost: see :func:`rate_factor`.
+        before: the data that the model was trained on, unless ``now`` extends it.
+        now: the data to train on. Other rows are no second epoch: the factor is 1.
+        lost: validation AUC that fitting the tables cost; NaN, if it is unknown, counts as 0.
         epochs: that are to come.
 
     Returns:
-        The factor of :func:`rate_factor`, and whether the tables were reinitialized.
+        The factor f on the learning rates, f for embeddings and f**4 for the rest; and whether the
+        tables were reinitialized.
     """
+    if before is None or Path(before).resolve() != Path(now).resolve():
+        return 1.0, False
     groups = [group for group in model.sparse_arch.groups if isinstance(group, Embedding)]
-    fit_is_better = all(group.trains_from_fit for group in groups)
-    if fit_is_better or epochs < 1 or not _is_same(before, now):
-        return rate_factor(lost, before, now), False
+    if epochs < 1 or all(group.trains_from_fit for group in groups):
+        return min(MOST, max(LEAST, MOST * lost / LOST)), False
+
     torch.manual_seed(torch.initial_seed())  # in every process the same
     for group in groups:
         group.reset_parameters()  # type: ignore[operator]  # which every kind has
     return 1.0, True
-
-
-def _is_same(before: str | None, now: str) -> bool:
-    return before is not None and Path(before).resolve() == Path(now).resolve()
-
-
-def rate_factor(lost: float, before: str | None, now: str) -> float:
-    """The factor f on the learning rates: f for embeddings, f**4 for the rest.
-
-    Args:
-        lost: validation AUC that fitting the tables cost; NaN, if it is unknown, counts as 0.
-        before: the data that the model was trained on, unless ``now`` extends it.
-        now: the data to train on. Other rows are no second epoch: the factor is 1.
-    """
-    if not _is_same(before, now):
-        return 1.0
-    return min(MOST, max(LEAST, MOST * lost / LOST))

@@ -19,7 +19,7 @@ from dlrm.training.checkpoint import Checkpoint, read_index
 from dlrm.training.checkpoint import timer as checkpoint_timer
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.timer import CheckpointTimer
-from dlrm.training.fine_tuning import auc_lost, go_on, rate_factor
+from dlrm.training.fine_tuning import auc_lost, rates_after_fit
 
 OVERFIT = ["--optim.lr", "0.1", "--epochs", "6", "--eval_every", "10"]
 """A run that is at its best in the first epochs."""
@@ -228,21 +228,26 @@ def test_tables_of_which_kinds_begin_anew(kind):
     model = DLRM(2, [60, 50, 3], 4, plan, bottom_mlp=[4], top_mlp=[4])
     before = {name: value.clone() for name, value in model.named_parameters()}
     anew = kind not in ("block", "drop")
-    assert go_on(model, "a", "b", 0.01, 1) == (1.0, False), "other rows"
-    assert go_on(model, "a", "a", 0.01, 0.9) == (0.3, False), "too few of them"
+    assert rates_after_fit(model, "a", "b", 0.01, 1) == (1.0, False), "other rows"
+    assert rates_after_fit(model, "a", "a", 0.01, 0.9) == (0.3, False), "too few of them"
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
-    assert go_on(model, "a", "a", 0.01, 1) == ((1.0, True) if anew else (0.3, False))
+    assert rates_after_fit(model, "a", "a", 0.01, 1) == ((1.0, True) if anew else (0.3, False))
     for name, value in model.named_parameters():
         drawn = anew and name.startswith("sparse_arch")
         assert torch.equal(value, before[name]) != drawn
 
 
 def test_the_factor_on_rates():
+    model = DLRM(2, [60], 4, [("dense", {})], bottom_mlp=[4], top_mlp=[4])
+
+    def factor(lost, before="a", now="a"):
+        return rates_after_fit(model, before, now, lost, 9)[0]
+
     for lost in (0, -0.1, math.nan):
-        assert rate_factor(lost, "data/a", "data/../data/a") == 0.1
-    assert rate_factor(0.004, "a", "a") == pytest.approx(0.24)
-    assert rate_factor(0.005, "a", "a") == rate_factor(0.3, "a", "a") == 0.3
-    assert rate_factor(0, "a", "b") == rate_factor(0, "None", "b") == 1, "new rows"
+        assert factor(lost, "data/a", "data/../data/a") == 0.1
+    assert factor(0.004) == pytest.approx(0.24)
+    assert factor(0.005) == factor(0.3) == 0.3
+    assert factor(0, "a", "b") == factor(0, "None", "b") == factor(0, None) == 1, "new rows"
     assert auc_lost({"auc": 0.8}, {"auc": 0.75}) == pytest.approx(0.05)
     assert math.isnan(auc_lost({}, {}))
 
