@@ -35,6 +35,7 @@ class SharedRows(Embedding):
 
     captures_bags = True
     packs_rows = True
+    scale = 1.0  # factor on the weights of a row
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class SharedRows(Embedding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the rows: U(-b, b) with b = sqrt(D / row_dim / V) for a table of V ids."""
-        scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5
+        scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5 / self.scale
         for table, rows in enumerate(self.num_embeddings):
             bound = scale * rows**-0.5
             for _, part in self.rows_to_write(table):
