@@ -7,7 +7,8 @@ of like counts together, so that thousands of ids that occur a few times give on
 The residuals are what the other columns leave unexplained: a first-order score, the sum of the mean
 residual of each id, shrunk by the same effects (empirical Bayes). Small columns explain first. So
 of two columns that say the same, one has the effect: the rows of the other say nothing more. A
-model is more than such a sum, so a part of what ids say alone is added.
+model is more than such a sum, so a part of what ids say alone is added. The numbers of the rows, in
+bins, explain as small columns do: among them are the rates of ids, which say much of the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from .parquet import RowGroupReader, Rows
 from .schema import Meta
 
 MOST_ROWS = 1 << 20  # training rows to read; of a larger split, evenly spaced row groups
+MOST_VALUES = 1 << 16  # of a number, to find bins
 SWEEPS = 3  # over all columns
+BINS = 32  # of a number, with as many rows each
 RANGES = 24  # ids that occur once, 2 to 3 times, 4 to 7 times, ...
 SMALLEST = 1e-4  # effect by which means are shrunk, if no more is found
 ALONE = 0.1  # part of what ids say alone that counts although other columns say it too
@@ -117,11 +120,13 @@ def _smooth(products: Floats, pairs: Floats) -> Floats:
     return effects
 
 
-def estimate_effects(columns: Sequence[_Column], labels: Floats) -> list[Effects]:
-    """The effects of all columns on the labels ``[N]``."""
+def estimate_effects(
+    columns: Sequence[_Column], numbers: Sequence[_Column], labels: Floats
+) -> list[Effects]:
+    """The effects of all ``columns`` on the labels ``[N]``, beyond those of ``numbers``."""
     residuals = labels - labels.mean()
     alone = [column.effects(residuals)[0] for column in columns]
-    order = sorted(columns, key=lambda column: len(column.means))
+    order = sorted([*numbers, *columns], key=lambda column: len(column.means))
     for _ in range(SWEEPS):
         for column in order:
             residuals += column.score()
@@ -155,14 +160,15 @@ def with_effects(
     Raises:
         ValueError: the data is damaged.
     """
-    reader = RowGroupReader(directory, replace(meta, dense=(), weight=None))
+    reader = RowGroupReader(directory, replace(meta, weight=None))
     row_groups = reader.row_groups("train")
     every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
     parts = [reader.read(row_group) for row_group in row_groups[::every]]
 
     labels = np.concatenate([part.labels for part in parts]).astype(float)
     columns = [_column(parts, at, count) for at, count in enumerate(counts)]
-    effects = estimate_effects(columns, labels)
+    numbers = [_binned([part.dense[at] for part in parts]) for at in range(len(meta.dense))]
+    effects = estimate_effects(columns, numbers, labels)
     return replace(meta, effects=dict(zip(meta.tables, effects, strict=True)))
 
 
@@ -181,6 +187,15 @@ def _column(parts: Sequence[Rows], at: int, counts: ArrayLike) -> _Column:
     bags = [length for length in lengths if length is not None]
     rows = np.repeat(np.arange(num_rows), np.concatenate(bags)) if bags else None
     return _Column(np.concatenate([own.ravel() for own in ids]), rows, counts, num_rows)
+
+
+def _binned(parts: Sequence[NDArray[np.float32]]) -> _Column:
+    """A number as a column: its ids are bins."""
+    values = np.concatenate(parts)
+    some = values[:: -(-len(values) // MOST_VALUES)]
+    edges = np.unique(np.quantile(some, np.linspace(0, 1, BINS + 1)[1:-1]))
+    bins = np.searchsorted(edges, values, side="right").astype(np.uint8)
+    return _Column(bins, None, np.bincount(bins, minlength=len(edges) + 1), len(values))
 
 
 def read_effects(

@@ -31,8 +31,10 @@ def prepared(tmp_path_factory):
     )
     directory = tmp_path_factory.mktemp("evidence")
     csv.write_csv(table, directory / "rows.csv")
-    options = ["--label", "clicked", "--output", str(directory / "data")]
-    assert prepare_table.main([str(directory / "rows.csv"), *options]) == 0
+    for name, rates in (("data", False), ("rates", True)):
+        (directory / "options.yaml").write_text(f"label: clicked\nrates: {rates}\n")
+        options = ["--config", str(directory / "options.yaml"), "--output", str(directory / name)]
+        assert prepare_table.main([str(directory / "rows.csv"), *options]) == 0
     return directory / "data", Meta.read(directory / "data")
 
 
@@ -45,6 +47,18 @@ def test_what_ids_say_is_kept_with_the_data(prepared):
     assert min(effects["says"][0], effects["twin"][0]) < 0.06
     assert max(effects["silent"]) < 0.03
     assert max(meta.effects["few"]) < 0.01
+
+
+def test_what_numbers_say_is_left_to_them(prepared):
+    """Rates of the same ids, of which rows are used to find how much ids say beyond them."""
+    directory, meta = prepared
+    with_rates = Meta.read(directory.parent / "rates")
+    assert len(with_rates.dense) > len(meta.dense)
+    for at in (2, 3):
+        less, more = (
+            sum(own.effects[n][at] for n in ("says", "twin")) for own in (with_rates, meta)
+        )
+        assert less < 0.9 * more
 
 
 def test_older_data_without_it_is_read(prepared):
