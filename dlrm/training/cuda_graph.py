@@ -209,8 +209,10 @@ class StepGraphs:
         kind = key._replace(bags=0) if isinstance(key.bags, int) else key  # whatever the room
         self._seen[kind] += 1
 
-        # The short last batch of an epoch is not worth the seconds of compiling for its size.
+        # The short last batch of an epoch is not worth the seconds of compiling for its size. But
+        # a resumed run counts anew how often it came, and a step that is compiled has other bits.
         compiled = not self._captured or any(key.size == other.size for other in self._captured)
+        compiled |= torch.are_deterministic_algorithms_enabled()
         if not compiled and self._seen[kind] < WARM_UP:
             with set_stance("force_eager"):
                 return recorder.warm_up(lambda: step(prepared, norms))
