@@ -75,6 +75,7 @@ def test_the_page_makes_a_served_model_of_three_tables(run, tmp_path, monkeypatc
         words = [places.get(word, word) for word in shlex.split(line)]
         words = words[1:] if words[0] == "dlrm" else [Path(words[1]).stem, *words[2:]]
         own = {"train": ["--output", tmp_path / "runs", "--device", "cpu", "--batch_size", "128"]}
+        own["export"] = ["--compile"]  # for no machine
         if words[0] != "serve":
             printed[words[0]] = run(*words, *own.get(words[0], []))
     result = json.loads((tmp_path / "runs" / "movies" / "result.json").read_text())
