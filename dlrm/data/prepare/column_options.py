@@ -194,7 +194,9 @@ class TableOptions(Closed):
 def yaml_line(name: str, options: Any) -> str:
     """The line of YAML that gives a column a kind or other options, for messages."""
     content = {"columns": {name: options}}
-    line = yaml.safe_dump(content, default_flow_style=True, allow_unicode=True, width=10**6)
+    line = yaml.safe_dump(
+        content, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False
+    )
     return line.strip()[1:-1]
 
 

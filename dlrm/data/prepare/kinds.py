@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,8 +120,6 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return InferredKind(kind="time", why="texts that are times")
     if untyped and (found := find_written_number(name, sample)):
         return found
-    if untyped and (odd := _odd_number(name, sample)):
-        return InferredKind(kind="number", why=f"numbers, except {odd}")
     separator, sure = find_separator(sample)
     if separator and sure:
         where = "in brackets" if len(separator) > 1 else f"with {separator!r} between entries"
@@ -129,7 +127,10 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return InferredKind(kind="list", why=why)
 
     why = f"texts, {_often(sample)}"
-    if separator:
+    if not untyped and (found := find_written_number(name, sample)) and found.marks:
+        marks = {mark: text for mark, text in asdict(found.marks).items() if text}
+        why += _alternative(name, {"kind": "number", **marks})
+    elif separator:
         why += _alternative(name, {"kind": "list", "separator": separator})
     if pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
         why += "; if these are times, set kind: time and format:, as in strptime"
@@ -272,36 +273,33 @@ def find_time_unit(values: NDArray[np.integer]) -> str | None:
 
 
 def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
-    """The kind of a column of numbers such as ``3,14`` or ``1.234,5``; None if it has others."""
-    texts = _present(texts)
+    """The kind of a column of numbers such as ``3,14`` or ``1.234,5``, or of which a few are odd.
+
+    None if most are others, or all are written plainly.
+    """
+    texts = pc.utf8_trim_whitespace(texts)
+    absent = pc.is_in(texts, pa.array(NUMBER_MISSING, texts.type))
+    texts = texts.filter(pc.invert(absent)).drop_null()
+    if ID_NAME.search(name) or not len(texts):
+        return None
     many = pc.count_distinct(texts).as_py() > FEW_VALUES
     found = find_marks(texts, NUMBER_SHARE if many else 1)
-    if found is None or ID_NAME.search(name):
-        return None
+
+    # Plain ones, except for a few that should be corrected.
+    if found is None:
+        plain = pc.match_substring_regex(texts, PLAIN)
+        if not many or not NUMBER_SHARE <= pc.mean(plain).as_py() < 1:
+            return None
+        odd = texts[pc.index(plain, False).as_py()].as_py()
+        return InferredKind(kind="number", why=f"numbers, except {shown(odd)}")
+
     if found.marks is None:
-        why = f"texts such as {shown(found.example)}; if these are numbers, set {{kind: number, "
-        return InferredKind(kind="category", why=why + 'decimal: ","}, or thousands: ","')
+        either = _alternative(name, {"kind": "number", "decimal": ","})
+        why = f"texts such as {shown(found.example)}{either}, or with thousands in place of decimal"
+        return InferredKind(kind="category", why=why)
     why = f"numbers such as {shown(found.example)}: {found.marks}"
     why += f", except {shown(found.odd)}" if found.odd is not None else ""
     return InferredKind(kind="number", why=why, marks=found.marks)
-
-
-def _present(texts: pa.Array) -> pa.Array:
-    """Those that are no missing numbers, without white space around them."""
-    texts = pc.utf8_trim_whitespace(texts)
-    absent = pc.is_in(texts, pa.array(NUMBER_MISSING, texts.type))
-    return texts.filter(pc.invert(absent)).drop_null()
-
-
-def _odd_number(name: str, texts: pa.Array) -> str | None:
-    """The first value that is not a number, where nearly all are: it should be corrected."""
-    texts = _present(texts)
-    number = pc.match_substring_regex(texts, PLAIN)
-    share = (pc.sum(number).as_py() or 0) / max(1, len(texts))
-    many = pc.count_distinct(texts).as_py() > FEW_VALUES
-    if ID_NAME.search(name) or not NUMBER_SHARE <= share < 1 or not many:
-        return None
-    return shown(texts[pc.index(number, False).as_py()].as_py())
 
 
 def find_separator(texts: pa.Array) -> tuple[str | None, bool]:

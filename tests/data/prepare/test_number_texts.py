@@ -64,15 +64,17 @@ def test_texts_that_are_no_numbers(texts):
 
 def test_ids_and_texts_of_typed_files_stay_what_they_are():
     assert find_kind("user_id", pa.array(["1,5", "2,5"]), True).kind == "category"
-    assert find_kind("price", pa.array(["1,5", "2,5"]), False).kind == "category"
+    found = find_kind("price", pa.array(["$1.5", "$2.5"]), False)  # a text was meant as one
+    assert found.kind == "category"
+    assert found.why.endswith("columns: {price: {kind: number, decimal: ., symbol: $}}")
 
 
 def test_a_comma_that_may_be_either_is_asked_for():
     found = find_kind("price", pa.array(["1,234", "12,500", "7"]), True)
     assert found.kind == "category"
     assert found.why == (
-        "texts such as '1,234'; if these are numbers, set {kind: number, decimal: \",\"}, "
-        'or thousands: ","'
+        "texts such as '1,234'; if these are numbers: columns: {price: {kind: number, "
+        "decimal: ','}}, or with thousands in place of decimal"
     )
 
 
