@@ -60,6 +60,11 @@ def test_an_installed_package_has_a_command_that_works_in_any_directory(installe
     for config in (ROOT / "configs").glob("*.yaml"):
         assert (installed / "dlrm" / "configs" / config.name).read_text() == config.read_text()
 
+    (tmp_path / "clicks.csv").write_text("user,label\n" + "u1,0\nu2,1\n" * 20)
+    run("prepare", "clicks.csv", "--output", "clicks")
+    assert (tmp_path / "clicks" / "meta.json").exists()
+    for option in ([], ["--criteo"]):
+        assert run("prepare", *option, "--help").startswith("usage: dlrm prepare")
     run("train", "--config", "demo", "--emb", "qr", "--max_steps", "2", "--name", "mine")
     assert '"auc"' in run("evaluate", "runs/mine", "data/demo")
     for command in ("predict", "compare", "export", "serve"):

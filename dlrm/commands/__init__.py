@@ -16,6 +16,7 @@ from dlrm.utils import startup
 from dlrm.utils.messages import did_you_mean, print_error
 
 COMMANDS = {
+    "prepare": "turn CSV, JSON lines, Parquet, or with --criteo logs of Criteo, into training data",
     "train": "train a model",
     "evaluate": "print the metrics of a trained model",
     "predict": "score rows with a trained model",
@@ -23,7 +24,7 @@ COMMANDS = {
     "export": "export a trained model for programs that do not have this package",
     "serve": "serve an exported model over HTTP",
 }
-WITHOUT_PANDAS = ("predict",)
+WITHOUT_PANDAS = ("prepare", "prepare_table", "predict")
 
 
 def main() -> int:

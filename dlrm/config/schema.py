@@ -226,10 +226,9 @@ class RunConfig:
     """Memory for all embeddings, for example 20MB, or 100x less than dense tables. It sets the
     options of the kind."""
     data: Directory = "data/demo"
-    """Directory of prepared data, from dlrm prepare, scripts/prepare_table.py,
-    scripts/prepare_criteo.py, scripts/make_synthetic.py or another scripts/make_*.py, or Parquet
-    files with a meta.json from scripts/describe_parquet.py. The default is synthetic and is made on
-    first use."""
+    """Directory of prepared data: from dlrm prepare (scripts/prepare_table.py, and with --criteo
+    scripts/prepare_criteo.py) or scripts/make_*.py; or Parquet files with the meta.json of
+    scripts/describe_parquet.py. The default is synthetic and is made on first use."""
     output: Directory = "runs"
     """Directory in which runs are stored."""
     name: RunName | None = None

@@ -5,10 +5,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 
+from dlrm.commands import prepare_table
 from dlrm.data.evidence import RANGES, range_of, read_effects, with_effects
 from dlrm.data.frequencies import count_ids
 from dlrm.data.schema import Meta
-from scripts import describe_parquet, prepare_table
+from scripts import describe_parquet
 
 ROWS, IDS = 40_000, 10_000
 

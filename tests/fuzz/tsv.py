@@ -21,10 +21,10 @@ from harness import Case, Outcome, main, mutate, refusal
 import numpy as np  # isort: skip
 import pyarrow.parquet as pq  # isort: skip
 
+from dlrm.commands import prepare_criteo
 from dlrm.data.criteo import Options, prepare
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
 from dlrm.utils.documents import read_json
-from scripts import prepare_criteo
 
 Row = tuple[int, list[float], list[int | None]]
 HEX = "0123456789abcdefABCDEF"

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm.commands import prepare_table as program
 from dlrm.data.prepare import infer, learner, table_rows
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.prepare.transform import Transform
-from scripts import prepare_table as program
 
 OPTIONS = {
     "columns": {

@@ -1,0 +1,214 @@
+"""Prepare raw Criteo logs for training: Parquet per split, vocabularies and meta.json."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dlrm.data.criteo import Options, prepare
+from dlrm.data.parquet import RowGroupReader, constant_columns
+from dlrm.data.prepare.text_blocks import is_unchecked_zstd
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE
+from dlrm.data.schema import Meta
+from dlrm.utils.device import peak_process_memory
+from dlrm.utils.documents import read_json
+from dlrm.utils.messages import listing, print_error
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
+
+EPILOG = """\
+Input: tab-separated lines of label, I1..I13 (numbers, may be empty) and C1..C26 (up to 8 hex
+digits, may be empty), as in Kaggle's train.txt or Terabyte's day_0 .. day_23; plain, gzip or zstd.
+
+Output in DIR: train.parquet, val.parquet and test.parquet (label uint8, I1..I13 float32, C1..C26
+int32); vocabulary/C1.parquet .. C26.parquet (value, id, count; the row number is the id; value ""
+is a missing value, null stands for all values without their own id); bad_rows.json; and meta.json,
+written last. Ids start at 0, in order of falling frequency in the rows of the vocabulary.
+
+If the program is killed, start it again with the same options: it continues, and the output has the
+same bytes. While it runs, DIR/.prepare takes up to 180 bytes per row, including the output.
+
+Examples:
+  dlrm prepare --criteo train.txt --output data/kaggle
+  dlrm prepare --criteo train.txt --output data/kaggle_ref --vocabulary all
+  dlrm prepare --criteo sample.tsv.gz --output data/sample --split 0.85 0 0.15 --min-count 2
+  dlrm prepare --criteo day_{0..23}.gz --output data/terabyte --cap 40000000 --vocabulary all
+  dlrm prepare --criteo new.txt --output data/new --ids-of data/kaggle --split 0 0 1
+  dlrm prepare --criteo day_8 --output data/8 --ids-of data/7 --append-new --split 0.9 0.1 0
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status, which is 2 for bad input."""
+    arguments = vars(_parser().parse_args(argv))
+    return exit_status(
+        lambda: _prepare(**arguments), "interrupted; run the same command to continue"
+    )
+
+
+def _prepare(
+    inputs: list[Path], output: Path, workers: int | None, overwrite: bool, **given: Any
+) -> None:
+    """Prepare and print a summary."""
+    start = time.perf_counter()
+    _note_order(inputs)
+    if unchecked := next((path for path in inputs if is_unchecked_zstd(path)), None):
+        print_error(
+            f"note: {unchecked} has no checksums, so damage may not be noticed; zstd --check "
+            "writes them"
+        )
+
+    ids_of = given["ids_of"] and str(given["ids_of"])
+    options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
+    meta = prepare(inputs, output, options, overwrite=overwrite, workers=workers)
+
+    seconds = time.perf_counter() - start
+    rows = sum(split.rows for split in meta.splits.values())
+    for name, split in meta.splits.items():
+        share = f", {split.positives / split.rows:.2%} positive" if split.rows else ""
+        print(f"{name:5} {split.rows:>13,} rows{share}")
+    _note_constant(output, meta)
+    print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+
+    bad = read_json(output / BAD_ROWS_FILE)
+    if bad["skipped"]:
+        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())
+        print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
+    peak = peak_process_memory()
+    memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB"
+    print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s{memory}: {output}")
+
+
+def _note_constant(output: Path, meta: Meta) -> None:
+    """Note dense columns from which nothing can be learned, such as those without any number."""
+    rows = meta.splits["train"].rows
+    constant = constant_columns(
+        RowGroupReader(output, meta).row_groups("train") if rows > 1 else [], meta.dense
+    )
+    if constant:
+        print_error(
+            f"note: columns with the same number, or none, in all {rows:,} training rows, of which "
+            f"a model learns nothing: {listing(constant)}"
+        )
+
+
+def _note_order(inputs: Sequence[Path]) -> None:
+    """Warn if the numbers of files go back: in a shell, ``day_*`` has day_10 before day_2."""
+    for one, other in pairwise(inputs):
+        parts, others = (re.split(r"(\d+)", str(path)) for path in (one, other))
+        if parts[::2] == others[::2] and [*map(int, parts[1::2])] > [*map(int, others[1::2])]:
+            print_error(
+                f"note: {one} comes before {other}, but inputs must be in the order of time: in a "
+                "shell, day_{0..23} is in the order of numbers, day_* is not"
+            )
+            return
+
+
+def _parser() -> Parser:
+    parser = Parser(__doc__, epilog=EPILOG)
+    add, default = parser.add_argument, Options()
+    add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
+    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
+
+    # The rows of each split, and the ids of their values.
+    add(
+        "--split",
+        nargs="+",
+        default=default.split,
+        metavar="SHARE",
+        help="days: the reference protocol, in which the last day is halved into test and val, and "
+        "the days before it are for training; a day is a file of which rows are read, or a seventh "
+        "of the rows if there is only one such file. Or three numbers: the shares of train, val "
+        "and test, which follow one another in this order (0.85 0 0.15; a share may be 0). "
+        "Default: days",
+    )
+    add(
+        "--vocabulary",
+        choices=("train", "all"),
+        default=default.vocabulary,
+        help="rows whose values get their own ids. train: the rows of the train split; all other "
+        "values share an out-of-vocabulary id. all: all rows, as in the reference. Default: train",
+    )
+    add(
+        "--min-count",
+        type=int,
+        default=default.min_count,
+        metavar="N",
+        help="values that occur fewer than N times in the rows of the vocabulary share the "
+        "out-of-vocabulary id. Default: 1",
+    )
+    add(
+        "--cap",
+        type=int,
+        metavar="N",
+        help="take the hexadecimal values modulo N before they are counted, as in the reference "
+        "(MLPerf: 40000000); a missing value remains a value of its own. Default: no cap",
+    )
+    add(
+        "--dense-transform",
+        choices=("log1p", "log3"),
+        default=default.dense_transform,
+        help="transform of I1..I13; a missing number counts as 0. log1p: log(max(x, 0) + 1), as in "
+        "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
+    )
+
+    # How the files are read.
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="read only the first N lines of the input, counted over all files. Default: all",
+    )
+    add(
+        "--bad-rows",
+        choices=("stop", "skip", "skip-all"),
+        default=default.bad_rows,
+        help="stop: end with an error at the first bad row. skip: skip bad rows, count them by "
+        "kind and report the first 20; more than half of all is an error. skip-all: any number. A "
+        "damaged gzip or zstd file is always an error, since rows before the damage may be wrong "
+        "too. Default: stop",
+    )
+
+    # How the results are written.
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what was prepared in DIR from other inputs or with other options, which "
+        "changes the ids under the runs that were trained on it. Default: no",
+    )
+    add("--workers", type=count_arg, metavar="N", help="threads. Default: one per core")
+
+    _add_ids_of(parser)
+    return parser
+
+
+def _add_ids_of(parser: Parser) -> None:
+    """Add the options of rows that get the ids of earlier ones."""
+    add = parser.add_argument
+
+    add(
+        "--ids-of",
+        metavar="DIR",
+        type=path_arg,
+        help="prepared data whose vocabularies are reused, with its --vocabulary, --cap, "
+        "--min-count and --dense-transform. A model trained on it can then score the new rows, or "
+        "train on them. Values that it does not list get its out-of-vocabulary id",
+    )
+    add(
+        "--append-new",
+        action="store_true",
+        help="with --ids-of: values of the rows of the vocabulary that DIR does not list get ids "
+        "after its own, so that a model trained on it can be trained on (train.py --init_from) "
+        "with rows for them. Default: no",
+    )
+    add(
+        "--forget",
+        type=int,
+        metavar="K",
+        help="with --append-new: new values first get the ids of values that the training rows of "
+        "the last K preparations, this one included, did not have; these then count as unseen. "
+        "Default: none is forgotten",
+    )

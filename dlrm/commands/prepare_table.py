@@ -1,0 +1,258 @@
+"""Prepare any table for training: Parquet per split, vocabularies, transforms and meta.json."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dlrm.data.prepare.column_options import build_options, read_options
+from dlrm.data.prepare.columns import ColumnPlan
+from dlrm.data.prepare.files import RawFile
+from dlrm.data.prepare.infer import ColumnsError, format_plan
+from dlrm.data.prepare.table import (
+    OPTIONS_FILE,
+    open_and_plan,
+    open_later_rows,
+    options_as_yaml,
+    prepare_table,
+)
+from dlrm.data.prepare.transform import TRANSFORM_FILE
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE
+from dlrm.data.schema import Meta
+from dlrm.utils.documents import read_json
+from dlrm.utils.messages import printable
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
+
+EPILOG = """\
+With --criteo, raw logs of Criteo are prepared: dlrm prepare --criteo --help.
+
+Input: CSV, TSV, JSON lines (plain, gzip or zstd) or Parquet: files, directories, or patterns such
+as 'part-*.csv'. All files have the same columns.
+
+What each column is (a number, a category, a list, a time) is found in the first rows and printed.
+A YAML file overrides it; every option has a default:
+
+  label: clicked
+  split: {by: time, column: when, train: 0.8, val: 0.1, test: 0.1}
+  min_count: 2
+  columns:
+    price: {kind: number, transform: log}
+    user: {kind: category, cap: 1000000}
+    tags: {kind: list, separator: "|"}
+    when: {kind: time, parts: [hour, weekday]}
+    comment: drop
+    row_id: pass
+
+Output in DIR: train.parquet, val.parquet and test.parquet; vocabulary/NAME.parquet (value, id,
+count; value "" is a missing value, null stands for all values without their own id);
+transform.json, which with the vocabularies turns new rows into the same features; table.yaml, all
+options; bad_rows.json; and meta.json, written last. Ids are in order of falling frequency in the
+training rows.
+
+Rows that come later get the ids and the scaling of those that were prepared before with --ids-of
+DIR, which may also be RUN/preparation. All options but the split are those of DIR.
+
+If the program is killed, start it again with the same options: it continues, and the output has the
+same bytes.
+
+Examples:
+  dlrm prepare clicks.csv --output data/clicks --label clicked
+  dlrm prepare 'logs/*.parquet' --output data/logs --config logs.yaml --dry-run
+  dlrm prepare tuesday.csv --output data/tuesday --ids-of data/clicks
+  dlrm prepare tuesday.csv --output data/tuesday --ids-of data/clicks --append-new \\
+      --split 0.9 0.1 0
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status, which is 2 for bad input."""
+    options = _parser().parse_args(argv)
+    return exit_status(lambda: _prepare(options), "interrupted; run the same command to continue")
+
+
+def _prepare(options: Namespace) -> None:
+    """Print what each column is, prepare, and print a summary."""
+    start = time.perf_counter()
+
+    # What each column is; it is printed before an error about columns, too.
+    content, skip_bad = _content(options), options.bad_rows != "stop"
+    if options.ids_of is None:
+        table = build_options(content, f"{options.config}: " if options.config else "")
+        try:
+            files, plan = open_and_plan(options.inputs, table, skip_bad=skip_bad)
+        except ColumnsError as error:
+            print(error.summary, flush=True)
+            raise
+    else:
+        files, plan = _later_rows(options.inputs, options.ids_of, content, options.config)
+    print(format_plan(plan), flush=True)
+    if plan.rated:
+        columns = f"{len(plan.rated)} column{'s' * (len(plan.rated) > 1)}"
+        print(f"counts and rates of the ids of {columns}, from earlier rows (rates: false: none)")
+    if options.dry_run:
+        print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
+        return
+
+    meta = prepare_table(
+        files,
+        plan,
+        options.output,
+        ids_of=options.ids_of,
+        grow=options.append_new,
+        evict_after=options.forget,
+        bad_rows=options.bad_rows,
+        overwrite=options.overwrite,
+        workers=options.workers,
+    )
+    _print_summary(options.output, meta, time.perf_counter() - start)
+
+
+def _content(options: Namespace) -> dict[str, Any]:
+    """The options of the table, from the file and the command line."""
+    content = {} if options.config is None else read_options(options.config)
+
+    # One label, and what of it counts as 1.
+    if len(options.label or ()) > 1:
+        raise ValueError(
+            f"--label is given {len(options.label)} times ({', '.join(options.label)}), but a "
+            "model has one binary label; prepare the rows once for each, and leave the others out "
+            f"of its features with columns: {{{options.label[-1]}: drop}}"
+        )
+    given = {"label": options.label and options.label[0], "weight": options.weight}
+    given["positive"] = options.positive
+    content |= {name: value for name, value in given.items() if value is not None}
+
+    # The split.
+    split: dict[str, str] = {}
+    if options.split is not None:
+        if len(options.split) != 3:
+            raise ValueError(f"--split has {len(options.split)} values; give train, val and test")
+        split |= dict(zip(("train", "val", "test"), options.split, strict=True))
+    if options.split_by is not None:
+        split["by"], _, column = options.split_by.partition(":")
+        split |= {"column": column} if column else {}
+    if split:
+        content["split"] = {**(content.get("split") or {}), **split}
+    return content
+
+
+def _print_summary(output: Path, meta: Meta, seconds: float) -> None:
+    rows = sum(part.rows for part in meta.splits.values())
+    for name, part in meta.splits.items():
+        share = f", {part.positives / part.rows:.2%} positive" if part.rows else ""
+        print(f"{name:5} {part.rows:>13,} rows{share}")
+
+    scalings = read_json(output / TRANSFORM_FILE)["scalings"]
+    for transform in sorted({scaling["transform"] for scaling in scalings.values()}):
+        names = [name for name, scaling in scalings.items() if scaling["transform"] == transform]
+        print(f"{transform:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
+    print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+
+    bad = read_json(output / BAD_ROWS_FILE)
+    if bad["skipped"]:
+        kinds = printable(", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items()))
+        print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
+    print(
+        f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s: {output} "
+        f"(options in {output / OPTIONS_FILE})"
+    )
+
+
+def _later_rows(
+    inputs: list[str], ids_of: Path, content: dict[str, Any], config: Path | None
+) -> tuple[list[RawFile], ColumnPlan]:
+    """The files and the plan of rows with the ids of ``ids_of``."""
+    if others := [name for name in content if name != "split"]:
+        raise ValueError(
+            f"{', '.join(others)}: with --ids-of, only the split is given; everything else is as "
+            f"{ids_of} was prepared"
+        )
+    split = content.get("split") or {"train": "0", "val": "0", "test": "1"}
+    options = build_options({"split": split}, f"{config}: " if config else "")
+    files, plan, left_out = open_later_rows(inputs, ids_of, options.split)
+    for name in left_out:
+        print(f"note: column {printable(name)} is left out, {ids_of} was prepared without it")
+    return files, plan
+
+
+def _parser() -> Parser:
+    parser = Parser(__doc__, epilog=EPILOG)
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="files, directories or patterns")
+    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
+    add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
+
+    # Columns and splits.
+    add(
+        "--label",
+        action="append",
+        metavar="COLUMN",
+        help="column to predict, one binary label: 0 and 1, or a comparison that says what counts "
+        "as 1, such as 'rating >= 4' or 'status == paid' (default: label)",
+    )
+    add(
+        "--positive",
+        action="append",
+        metavar="VALUE",
+        help="a value of the label that counts as 1; its one other value counts as 0. Repeat it "
+        "for more (default: 1 or true)",
+    )
+    add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
+    add(
+        "--split",
+        nargs="+",
+        metavar="SHARE",
+        help="the shares of train, val and test (default: 0.8 0.1 0.1; with --ids-of 0 0 1)",
+    )
+    add(
+        "--split-by",
+        metavar="WAY",
+        help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
+        "column:COLUMN: its values are train, val and test (default: rows)",
+    )
+
+    # Rows that get the ids of earlier ones.
+    add(
+        "--ids-of",
+        metavar="DIR",
+        type=path_arg,
+        help="give rows the ids and the scaling of a prepared directory (default: new ones)",
+    )
+    add(
+        "--append-new",
+        action="store_true",
+        help="with --ids-of: values of the training rows that DIR does not list get ids after its "
+        "own, so that a model trained on it can be trained on (default: no)",
+    )
+    add(
+        "--forget",
+        type=count_arg,
+        metavar="K",
+        help="with --append-new: new values first get the ids of values that the training rows of "
+        "the last K preparations, this one included, did not have; these then count as unseen "
+        "(default: none is forgotten)",
+    )
+
+    add(
+        "--bad-rows",
+        choices=("stop", "skip", "skip-all"),
+        default="stop",
+        help="stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
+        "ones were not there, count these by column and report the first 20; more than half of all "
+        "is an error. skip-all: any number. A damaged file is always an error (default: stop)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print what each column is, as a table and as YAML for --config, and stop",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what was prepared in DIR with other options (default: no)",
+    )
+    add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
+    return parser
