@@ -11,7 +11,6 @@ import time
 import weakref
 from dataclasses import replace
 
-import filelock
 import pytest
 import torch
 from safetensors import safe_open
@@ -651,13 +650,6 @@ def test_a_new_run_that_wrote_nothing_leaves_nothing(tmp_path):
     lock.release()
     with pytest.raises(ValueError, match=r"new exists: choose another --name$"):
         run_directory.RunLock(tmp_path / "new", new=True)
-
-
-def test_a_file_system_without_locks_is_noted(run, monkeypatch, capsys):
-    unsupported = OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(filelock.FileLock, "acquire", failing(unsupported))
-    run_directory.RunLock(run).release()
-    assert "can't be locked" in capsys.readouterr().err
 
 
 def test_state_is_restored_to_the_type(tmp_path):

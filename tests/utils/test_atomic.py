@@ -2,8 +2,11 @@ import errno
 import subprocess
 import sys
 
+import filelock
 import pytest
 
+from dlrm.data.prepare.workspace import Workspace
+from dlrm.training.run_directory import RunLock
 from dlrm.utils.atomic import atomic_directory, atomic_write
 
 
@@ -113,3 +116,17 @@ with atomic_directory(Path(sys.argv[1])) as temporary:
     assert first.returncode == 0
     assert (tmp_path / "out" / "part").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_a_file_system_has_no_locks_a_note_says_so(tmp_path, monkeypatch, capsys):
+    def acquire(*_, **__):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    with atomic_directory(tmp_path / "out") as temporary:
+        (temporary / "part").touch()
+    assert (tmp_path / "out" / "part").exists()
+    with Workspace(tmp_path / "prepared", {}) as work:
+        assert work.directory.is_dir()
+    RunLock(tmp_path / "run").release()
+    assert capsys.readouterr().err.count("No locks available): let no second process") == 3

@@ -9,9 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from ...utils.atomic import atomic_write
+from ...utils.atomic import atomic_write, hold
 from ...utils.documents import read_json
 from ..schema import META_FILE, SPLITS
 
@@ -62,14 +60,12 @@ class Workspace:
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"{self.output} is not a directory; give another --output") from None
 
-        self._lock = FileLock(self / LOCK_FILE, timeout=0)  # released when the process ends
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise ValueError(
+        self._lock = hold(
+            self / LOCK_FILE,
+            lambda: (
                 f"another process is preparing {self.output}; wait for it or give another --output"
-            ) from None
-
+            ),
+        )
         try:
             self._clear_other_work()
         except BaseException:
