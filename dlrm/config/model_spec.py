@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TypedDict, cast
+
+import torch
 
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta
+from dlrm.kernels.update.rules import OPTIONS
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.auto import expected_loss
-from dlrm.sparse_arch.table_plan import AUTO, TablePlan, make_table_plan, owners_of, with_pooling
+from dlrm.sparse_arch.table_plan import (
+    AUTO,
+    TablePlan,
+    make_table_plan,
+    owners_of,
+    parse_bytes,
+    with_pooling,
+)
 
 
 class ModelSpec(TypedDict):
@@ -41,14 +55,14 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
     dtype = config.tables_dtype
 
     # Which kind each table has, and its size.
-    plan = make_table_plan(
+    make_plan = partial(
+        make_table_plan,
         meta.tables,
         meta.cardinalities,
         config.model.embedding_dim,
         config.emb,
         options=config.methods,
         **tables,
-        budget=config.budget,
         counts=ids.counts,
         effects=ids.effects,
         dtype=dtype,
@@ -56,6 +70,10 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         trained=config.init_from is not None,
         owners=meta.owners if share else None,
     )
+    if config.budget is not None and config.budget_counts == "training":
+        plan = _plan_with_state(config, meta, config.budget, make_plan)
+    else:
+        plan = make_plan(budget=config.budget)
     lists = [column.name for column in meta.categorical if column.multi_hot]
     plan = with_pooling(plan, meta.tables, lists, pooling)
 
@@ -69,6 +87,30 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         **shape,
     }
     return cast(ModelSpec, spec)
+
+
+def _plan_with_state(
+    config: RunConfig, meta: Meta, budget: str, make_plan: Callable[..., TablePlan]
+) -> TablePlan:
+    """The plan of tables that fit into a budget together with the state of their optimizer."""
+    rule, dim = config.optim.embeddings, config.model.embedding_dim
+    given = {name: v for name, v in config.optim.rule_options.items() if name in OPTIONS[rule]}
+
+    def trained_bytes(plan: TablePlan, dtype: str) -> int:
+        with torch.device("meta"):
+            arch = SparseArch(meta.cardinalities, dim, plan, dtype=dtype)
+            state = RowOptimizer(arch.parameters(), rule, lr=0.0, **given)
+        rows = sum(sum(table.values()) for table in arch.footprint())
+        return rows + state.state_bytes(arch.parameters())
+
+    limit = parse_bytes(budget, trained_bytes([("dense", {})] * len(meta.tables), "fp32"))
+    served = limit
+    while True:
+        plan = make_plan(budget=str(served))
+        needed = trained_bytes(plan, config.tables_dtype)
+        if needed <= limit:
+            return plan
+        served = int(0.999 * served * limit / needed)
 
 
 def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, ids: IdStatistics) -> str:

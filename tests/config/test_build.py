@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm.config.build import build_model
+from dlrm.config.build import build_model, build_optimizers
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec
 from dlrm.data import synthetic
@@ -44,3 +44,20 @@ def test_trains_move_as_dense_rows_under_plain_sgd_only(rule, data):
         assert first == pytest.approx(last, rel=0.1)
     deviation = group.rows(0, torch.arange(9000)).std().item()
     assert deviation == pytest.approx((3 * 9000) ** -0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("kind", "rule"), [("auto", "adagrad"), ("hash", "adam"), ("tt", "sgd")])
+def test_a_budget_may_count_the_state_of_the_optimizer(data, kind, rule):
+    meta, sizes = Meta.read(data), {}
+    for counts in ("serving", "training"):
+        given = ["--data", str(data), "--emb", kind, "--optim.embeddings", rule]
+        given += ["--budget", "80KB", "--budget_counts", counts]
+        config = parse(given, available())[0]
+        spec = model_spec(config, meta, IdStatistics(config.data, meta))
+        model = build_model(config, spec, meta, World.from_environment(), list)[0]
+        rows = sum(sum(table.values()) for table in model.sparse_arch.footprint())
+        optimizer = build_optimizers(config.optim, model)[1]
+        sizes[counts] = rows, rows + optimizer.state_bytes(model.sparse_arch.parameters())
+    assert 70_000 < sizes["training"][1] <= 80_000
+    assert 70_000 < sizes["serving"][0] <= 80_000
+    assert (sizes["serving"][1] > 80_000) == (rule != "sgd")
