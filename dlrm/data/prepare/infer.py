@@ -31,6 +31,7 @@ from .text_formats import CsvPart
 from .values import decoded, is_text
 
 SAMPLE_BYTES = 4 << 20
+WIDE = 500  # columns; the first rows of more columns are more bytes
 MANY_COLUMNS, SHOWN = 50, 3  # with more columns, those alike share a line, which names some
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
 
@@ -254,7 +255,8 @@ def _ends(files: Sequence[RawFile]) -> list[RawFile]:
 def _sample(
     file: RawFile, skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
 ) -> pa.RecordBatch:
-    part = next(file.parts(SAMPLE_BYTES), None)
+    wide = max(1, len(file.names) // WIDE)  # so that there are many rows of many columns, too
+    part = next(file.parts(SAMPLE_BYTES * wide), None)
     if part is None:  # Parquet without rows
         return pa.RecordBatch.from_pylist([], pq.read_schema(file.path))
     try:

@@ -173,8 +173,8 @@ def _find_integer(
         given = "time" if unit == "s" else {"kind": "time", "unit": unit}
         return InferredKind(kind="number", why=what + _alternative(name, given))
     if len(sample) < ENOUGH_ROWS or len(distinct) > len(present) / 2:
-        why = f"{what} that hardly repeat{_alternative(name, 'category')}"
-        return InferredKind(kind="number", why=why)
+        why = "in few rows" if len(sample) < ENOUGH_ROWS else "that hardly repeat"
+        return InferredKind(kind="number", why=f"{what} {why}{_alternative(name, 'category')}")
 
     # Between these, the labels tell, and if they don't, how the values are spread.
     follows, reason = None, "evenly spread"

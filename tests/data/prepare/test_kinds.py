@@ -208,3 +208,12 @@ def test_times_of_which_some_have_a_zone_may_be_times():
     found = find_kind("seen", pa.array(texts), untyped=True)
     assert found.kind == "category"
     assert found.why.endswith("if these are times, set kind: time and format:, as in strptime")
+
+
+def test_many_columns_are_judged_by_many_rows(tmp_path, monkeypatch):
+    """4 MB are 60 rows of 10,000 columns, too few to tell ids from numbers."""
+    monkeypatch.setattr("dlrm.data.prepare.infer.SAMPLE_BYTES", 400_000)
+    columns = {f"c{i}": [10 + i % 7 for i in range(200)] for i in range(2000)}
+    path = csv(tmp_path / "rows.csv", label=[0, 1] * 100, **columns)
+    _, plan = open_and_plan([path], build_options({}))
+    assert {column.kind for column in plan.columns} == {"label", "category"}
