@@ -66,14 +66,18 @@ class SparseArch(nn.Module):
         self.num_embeddings = tuple(num_embeddings)
         self.embedding_dim = embedding_dim
 
+        # The features of each table, which have the same ids.
         groups = group_tables(plan)
         self._features = features_of_tables(plan)
-        for feature, table in enumerate(owners_of(plan)):
-            if num_embeddings[feature] != num_embeddings[table]:
-                raise ValueError(
-                    f"features {table} and {feature} share a table, but have "
-                    f"{num_embeddings[table]} and {num_embeddings[feature]} ids"
-                )
+        for table, features in self._features.items():
+            for feature in features:
+                if num_embeddings[feature] != num_embeddings[table]:
+                    raise ValueError(
+                        f"features {table} and {feature} share a table, but have "
+                        f"{num_embeddings[table]} and {num_embeddings[feature]} ids"
+                    )
+
+        # The tables of each group, as modules.
         self.groups = nn.ModuleList()
         returned: list[list[int]] = []
         for slots, kind, options in groups:
@@ -90,10 +94,11 @@ class SparseArch(nn.Module):
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
+        # The order of the features: those of a table are next to each other.
         self._slots = [slots for slots, _, _ in groups]
-        features = [[f for slot in slots for f in self._features[slot]] for slots in self._slots]
+        by_group = [[f for slot in slots for f in self._features[slot]] for slots in self._slots]
         self._sharing = [len(self._features[slots[0]]) for slots in self._slots]
-        self.feature_order = FeatureOrder(features, returned, self._sharing)
+        self.feature_order = FeatureOrder(by_group, returned, self._sharing)
         # Dense tables last: they take one launch, the others a chain of several.
         self._launch_order = sorted(range(len(groups)), key=lambda i: groups[i][1] == "dense")
         self._last_stats: Counter[str] = Counter()  # of the caches of host memory

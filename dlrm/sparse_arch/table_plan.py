@@ -73,6 +73,7 @@ def make_table_plan(
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
             without a budget, or a kind that needs ids in another order.
     """
+    # Features that share a table: the plan is that of the tables.
     own_tables = sorted(set(owners or ()))
     if owners is not None and len(own_tables) < len(owners):
         plan_of_tables = make_table_plan(
