@@ -16,7 +16,6 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels import require_integers
-from dlrm.kernels.dynamic.hashing import mix, scale, shift
 from dlrm.kernels.dynamic.index import (
     EMPTY,
     LANES,
@@ -25,10 +24,10 @@ from dlrm.kernels.dynamic.index import (
     SlotIndex,
     begin_step,
     buckets_for,
-    find_torch,
-    place_torch,
+    find_rows,
+    place,
 )
-from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows_torch, row_states
+from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
 from dlrm.kernels.dynamic.scores import RULES, Eviction
 from dlrm.kernels.lookup.tables import rows_of_torch
 from dlrm.kernels.update.packed import write_rows
@@ -173,7 +172,8 @@ class Dynamic(CountsIds, SharedRows):
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         bags = bags.filled() if context.padded and not self.weight.is_cuda else bags
-        rows = self._placed_rows(bags.tables(self.num_tables), bags.ids, context, bags.offsets[-1:])
+        end = bags.offsets[-1:] if context.padded else None
+        rows = self._placed_rows(bags.tables(self.num_tables), bags.ids, context, end)
         if (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda:
             return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
         return super().lookup_bags(replace(bags, ids=rows), context)
@@ -186,43 +186,31 @@ class Dynamic(CountsIds, SharedRows):
             return self.local_rows(tables, ids)
         begin_step(self.index)
         if context.gather_ids is None:
-            return self._local(tables, ids, self._place(tables, ids, end))
-        self._place(*context.gather_ids(tables, ids), None)  # the same on every process
+            return self._place(tables, ids, end)
+        self._place(*context.gather_ids(tables, ids), end)  # the same on every process
         return self.local_rows(tables, ids)
 
     @torch.no_grad()
     def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
-        """Place new ids, and give them new rows; returns the slot of each look-up."""
-        index, ids = self.index, ids.long()
-        tables = tables.expand_as(ids)
-        live = None if end is None else torch.arange(ids.numel(), device=ids.device) < end
-        placed = place_torch(index, tables.reshape(-1), ids.reshape(-1), live)
-
-        fresh = placed.fresh
-        tables = torch.bucketize(fresh // LANES, self._first, right=True) - 1
-        rows = rows_of_torch(self._row_of(tables, fresh), tables, self._table_rows)
-        states = row_states(self.weight) or []
-        reset_rows_torch(
-            self.weight, states, rows, tables, index.ids[fresh], self._bounds, self._seed
+        """Place new ids, and give them new rows; returns the row of each look-up in its table."""
+        placed = place(self.index, self._num_shared, tables, ids, end=end)
+        reset_rows(
+            self.weight,
+            row_states(self.weight) or [],
+            self._table_rows,
+            placed,
+            tables,
+            ids,
+            self._bounds,
+            self._seed,
         )
-        return placed.slots.view(ids.shape)
+        return placed.rows
 
     def local_rows(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The rows of ids within their tables: of each table the shared ones come first. Nothing
         changes; tables broadcast against ids.
         """
-        ids = ids.long()
-        tables = tables.expand_as(ids)
-        slots = find_torch(self.index, tables.reshape(-1), ids.reshape(-1)).view(ids.shape)
-        return self._local(tables, ids, slots)
-
-    def _local(self, tables: Tensor, ids: Tensor, slots: Tensor) -> Tensor:
-        shared = scale(shift(mix(ids + 1), 16), self._num_shared[tables])
-        return torch.where(slots >= 0, self._row_of(tables, slots), shared)
-
-    def _row_of(self, tables: Tensor, slots: Tensor) -> Tensor:
-        """The rows of slots within their tables, whose first rows are the shared ones."""
-        return slots - LANES * self._first[tables] + self._num_shared[tables]
+        return find_rows(self.index, self._num_shared, tables, ids)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:
         """Any integer is an id."""
@@ -247,9 +235,8 @@ class Dynamic(CountsIds, SharedRows):
                 part = weight[start : start + CHUNK]
                 ids = torch.arange(start, start + len(part), device=weight.device)
                 tables = torch.full_like(ids, table)
-                slots = self._place(tables, ids, None)
-                local = self._local(tables, ids, slots)
-                own = slots >= 0
+                local = self._place(tables, ids, None)
+                own = local >= few
                 rows = rows_of_torch(local, tables, self._table_rows)
                 write_rows(self.weight, rows[own], part[own])
                 counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)

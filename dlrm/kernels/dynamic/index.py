@@ -7,9 +7,7 @@ of both. A slot is 8 bytes for the id and 4 for its score (:mod:`dlrm.kernels.dy
 The new ids of a step are placed in a few rounds. In each, an id chooses the emptier of its buckets
 as they were before the round, and the ids of a bucket get its slots in ascending order: half of the
 empty ones, so that many new ids fill buckets evenly; and in the last round any of them. No slot
-that this step uses is taken. So the result depends neither on the order of the look-ups nor on
-threads.
-
+that this x
 An id without a slot, because it waits for admission, was evicted, or found both buckets full of ids
 of the same step, is never given the slot of another one. Its look-ups are counted.
 
@@ -24,16 +22,20 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dlrm.kernels import triton, use_triton
+from dlrm.kernels.dynamic import _index as kernels
 from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix, scale, shift
 from dlrm.kernels.dynamic.scores import KEPT, Eviction, Now, priority, used
 
-LANES = 32  # slots of a bucket
+LANES, EMPTY = kernels.LANES.value, kernels.EMPTY.value
 ROUNDS = 5  # of a step: if many new ids come to a table at once, 1 in 10,000 finds no room at 0.85
-EMPTY = GOLDEN.value  # stands for no id; the id of this number never gets a slot
+BLOCK = 64  # look-ups of a program that reads buckets
+CLAIMANTS = 16  # of a program that chooses buckets for missing ids
+WIDE = 1024  # look-ups of a program that does not
+PROGRAMS = 2048  # that go through lists
 NAMES = ("found", "inserted", "evicted", "waiting", "not_placed")
 """What an index counts: look-ups of ids with a slot; ids that came, and that left; look-ups of ids
 that wait for admission, and of ids for which there was no slot."""
-SEED = 0x5851F42D4C957F2D  # of the draw of an admission by chance
 
 
 class Admission(NamedTuple):
@@ -109,12 +111,13 @@ class SlotIndex(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The slots of look-ups, and the slots that have new ids."""
+    """The rows of look-ups, and which of them stand for ids that came in this step."""
 
-    slots: Tensor
-    """Slot of each look-up, ``[n]`` int64; -1 for none."""
+    rows: Tensor
+    """Row of each look-up within its table, of the shape of the ids, int64. The first rows of a
+    table are the shared ones."""
     fresh: Tensor
-    """Slots whose ids came in this step, int64; what lies beyond ``arrived`` is undefined."""
+    """One look-up of each id that came, int32; what lies beyond ``arrived`` is undefined."""
     arrived: Tensor
     """Number of these, ``[1]`` int32."""
 
@@ -141,6 +144,132 @@ def find_torch(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
     return slots.where(ids != EMPTY, -1)
 
 
+def local_rows_torch(
+    index: SlotIndex, num_shared: Tensor, tables: Tensor, ids: Tensor, slots: Tensor
+) -> Tensor:
+    """The rows within their tables of ids ``[n]`` with ``slots [n]``, or -1 for a shared row."""
+    few = num_shared[tables]
+    shared = scale(shift(mix(ids + 1), 16), few)
+    return torch.where(slots >= 0, slots - LANES * index.first[tables] + few, shared)
+
+
+def find_rows_torch(index: SlotIndex, num_shared: Tensor, tables: Tensor, ids: Tensor) -> Tensor:
+    """:func:`find_rows` in PyTorch."""
+    flat_tables, flat = tables.expand_as(ids).reshape(-1), ids.reshape(-1).long()
+    slots = find_torch(index, flat_tables, flat)
+    return local_rows_torch(index, num_shared, flat_tables, flat, slots).view(ids.shape)
+
+
+def find_rows(
+    index: SlotIndex,
+    num_shared: Tensor,
+    tables: Tensor,
+    ids: Tensor,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Find the rows of ids; nothing changes.
+
+    Args:
+        index: the index.
+        num_shared: shared rows of each table, ``[F]`` int64, which come before its slots.
+        tables: table of each id, int64; it broadcasts against ``ids``.
+        ids: any shape, int32 or int64.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        The row of each id within its table, int64, of the shape of ``ids``.
+    """
+    if not use_triton(ids, impl):
+        return find_rows_torch(index, num_shared, tables, ids)
+    lookups, rows = lookups_of(tables, ids, None), torch.empty_like(ids, dtype=torch.int64)
+    if lookups.n:
+        kernels.find_rows[triton.cdiv(lookups.n, BLOCK),](
+            _arrays(index), num_shared, lookups, rows, BLOCK=BLOCK
+        )
+    return rows
+
+
+def place(
+    index: SlotIndex,
+    num_shared: Tensor,
+    tables: Tensor,
+    ids: Tensor,
+    *,
+    end: Tensor | None = None,
+    impl: str | None = None,
+) -> Placed:
+    """Find the rows of ids in a training step that has begun, and give rows to new ids.
+
+    No shape depends on the ids and the host reads nothing back, so a CUDA graph can capture it.
+
+    Args:
+        index: the index; changed in place.
+        num_shared, tables, ids, impl: see :func:`find_rows`.
+        end: how many of the ids are look-ups, ``[1]``; None: all.
+    """
+    if not use_triton(ids, impl):
+        return place_torch(index, num_shared, tables, ids, end)
+    lookups, rows = lookups_of(tables, ids, end), torch.empty_like(ids, dtype=torch.int64)
+    work = _new_work(lookups.n, len(index.ids) // LANES, ids.device)
+    placed = Placed(rows, work.fresh, work.counters[1:2])
+    if not lookups.n:
+        return placed
+
+    arrays, eviction, admission = _arrays(index), index.eviction, index.admission
+    half, grid = len(index.sketch) // 2, (triton.cdiv(lookups.n, BLOCK),)
+    kernels.find_and_claim[grid](
+        arrays, lookups, work, half, BLOCK=BLOCK, EVICTION=eviction, COUNT=admission.after > 1
+    )
+    programs = min(triton.cdiv(lookups.n, CLAIMANTS), PROGRAMS)
+    for number in range(ROUNDS):
+        options = {"ROUND": number, "LAST": number == ROUNDS - 1, "EVICTION": eviction}
+        kernels.choose_buckets[programs,](
+            arrays, lookups, work, half, admission.limit, BLOCK=CLAIMANTS, AFTER=admission.after,
+            CHANCE=admission.chance < 1, **options,
+        )  # fmt: skip
+        kernels.fill_buckets[programs,](arrays, lookups, work, num_warps=1, **options)
+    kernels.placed_rows[triton.cdiv(lookups.n, WIDE),](
+        arrays, num_shared, lookups, work, rows, BLOCK=WIDE
+    )
+    return placed
+
+
+def _arrays(index: SlotIndex) -> kernels.Arrays:
+    return kernels.Arrays(**{name: getattr(index, name) for name in kernels.Arrays._fields})
+
+
+def lookups_of(tables: Tensor, ids: Tensor, end: Tensor | None) -> kernels.Lookups:
+    """The arguments of a kernel, of tables that are one for each row of the ids, or for each id."""
+    if tables.numel() != ids.numel() and tables.shape != (*ids.shape[:-1], 1)[: tables.dim()]:
+        tables = tables.expand_as(ids)
+    repeat = max(1, ids.numel() // max(1, tables.numel()))
+    return kernels.Lookups(ids.contiguous(), tables.contiguous(), repeat, ids.numel(), end)
+
+
+def _new_work(n: int, buckets: int, device: torch.device) -> kernels.Work:
+    """Memory of one step with ``n`` look-ups."""
+    cells = 1 << (2 * n).bit_length()
+    sizes = (cells + BLOCK * kernels.SPARE.value, n, buckets)
+    filled = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
+    claims, status, heads = filled.split(sizes)
+    empty = torch.empty((6, n), dtype=torch.int32, device=device)
+    slots, claimants, missing, following, chosen, fresh = empty
+    return kernels.Work(
+        slots=slots,
+        claimants=claimants,
+        status=status,
+        missing=missing,
+        next=following,
+        heads=heads,
+        chosen=chosen,
+        fresh=fresh,
+        counters=torch.zeros(2 + ROUNDS, dtype=torch.int32, device=device),
+        claims=claims,
+        cells=cells,
+    )
+
+
 def begin_step(index: SlotIndex) -> None:
     """Advance the step and the clock, and halve a part of the counts of ids without a slot."""
     index.time[0] += 1
@@ -154,48 +283,46 @@ def begin_step(index: SlotIndex) -> None:
 
 
 def place_torch(
-    index: SlotIndex, tables: Tensor, ids: Tensor, live: Tensor | None = None
+    index: SlotIndex,
+    num_shared: Tensor,
+    tables: Tensor,
+    ids: Tensor,
+    end: Tensor | None = None,
 ) -> Placed:
-    """Find ids, and place those that are new, in PyTorch; the step has begun.
-
-    Args:
-        index: the index; changed in place.
-        tables: table of each look-up, ``[n]`` int64.
-        ids: ``[n]`` int64.
-        live: bool ``[n]``, which of them are look-ups; None: all.
-    """
-    slots = find_torch(index, tables, ids)
-    if live is not None:
-        slots = slots.where(live, -1)
+    """:func:`place` in PyTorch; the step has begun."""
+    shape, tables, ids = ids.shape, tables.expand_as(ids).reshape(-1), ids.reshape(-1).long()
+    live = torch.ones_like(ids, dtype=torch.bool)
+    if end is not None:
+        live = torch.arange(len(ids), device=ids.device) < end
+    slots = find_torch(index, tables, ids).where(live, -1)
     known = slots[slots >= 0]
     score = index.scores[known].long()
     index.scores[known] = used(score, index.now, index.eviction).int()
 
-    # The new ids, each once, in ascending order, and how often each is looked up.
-    missing = slots < 0 if live is None else (slots < 0) & live
-    at = missing.nonzero()[:, 0]
-    new, order = ids[at].sort(stable=True)
-    owners, by_table = tables[at][order].sort(stable=True)
-    at, new = at[order][by_table], new[by_table]
-    first = torch.ones_like(new, dtype=torch.bool)
-    first[1:] = (new.diff() != 0) | (owners.diff() != 0)
-    uses = torch.zeros_like(new).index_add_(0, first.cumsum(0) - 1, torch.ones_like(new))
+    # The missing ids, each once, and how often each is looked up.
+    at = ((slots < 0) & live & (ids != EMPTY)).nonzero()[:, 0]
+    at = at[ids[at].argsort(stable=True)]
+    at = at[tables[at].argsort(stable=True)]
+    first = torch.ones_like(at, dtype=torch.bool)
+    first[1:] = (ids[at].diff() != 0) | (tables[at].diff() != 0)
     number = first.cumsum(0) - 1
-    new, owners = new[first], owners[first]
-    uses = uses[: len(new)]
+    claimants = at[first]
+    uses = torch.zeros_like(claimants).index_add_(0, number, torch.ones_like(number))
 
-    admitted = _admit(index, owners, new, uses) & (new != EMPTY)
-    placed = torch.full_like(new, -1)
-    fresh = _take(index, owners[admitted], new[admitted])
-    placed[admitted] = fresh
-
+    admitted = _admit(index, tables[claimants], ids[claimants], uses)
+    placed = torch.full_like(claimants, -1)
+    own = claimants[admitted]
+    placed[admitted] = _take(index, tables[own], ids[own])
     slots[at] = placed[number]
-    waiting = uses[~admitted & (new != EMPTY)].sum()
+
+    waiting = uses[~admitted].sum()
     index.counts[0] += len(known)
     index.counts[3] += waiting
-    index.counts[4] += uses[placed < 0].sum() - waiting
-    fresh = fresh[fresh >= 0]
-    return Placed(slots, fresh, torch.tensor([len(fresh)], dtype=torch.int32, device=ids.device))
+    index.counts[4] += ((slots < 0) & live).sum() - waiting
+    fresh = claimants[placed >= 0].int()
+    rows = local_rows_torch(index, num_shared, tables, ids, slots)
+    arrived = torch.tensor([len(fresh)], dtype=torch.int32, device=ids.device)
+    return Placed(rows.view(shape), fresh, arrived)
 
 
 def _admit(index: SlotIndex, tables: Tensor, ids: Tensor, uses: Tensor) -> Tensor:
@@ -209,7 +336,7 @@ def _admit(index: SlotIndex, tables: Tensor, ids: Tensor, uses: Tensor) -> Tenso
             index.sketch.index_add_(0, own, uses.int())
         admitted &= index.sketch[cells].amin(0) >= admission.after
     if admission.chance < 1:
-        draw = mix(mix(ids ^ SEED) + tables + index.time[0] * GOLDEN.value)
+        draw = mix(mix(ids ^ kernels.SEED.value) + tables + index.time[0] * GOLDEN.value)
         admitted &= (draw & LOW.value) < admission.limit
     return admitted
 

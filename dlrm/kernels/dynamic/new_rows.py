@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dlrm.kernels.dynamic.hashing import GOLDEN, mix, uniform
-from dlrm.kernels.update.packed import CHUNK, write_rows
+from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.dynamic._index import Lookups
+from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
+from dlrm.kernels.dynamic.index import PROGRAMS, Placed, lookups_of
+from dlrm.kernels.lookup.tables import TableRows, row_of, rows_of_torch
+from dlrm.kernels.update.packed import CHUNK, storage, store_packed, write_rows
+
+TILE = 1024  # elements of the rows that a program writes at a time
 
 
 def follow_ids(weight: Tensor) -> None:
@@ -30,7 +36,7 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
 
     Args:
         tables, ids: of the rows, ``[n]`` int64.
-        bounds: b of each table, ``[F]`` fp32.
+        bounds: b of each table, ``[F]``.
         seed: 0-d int64.
         dim: length of a row.
 
@@ -38,30 +44,105 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
         ``[n, dim]`` fp32.
     """
     key = mix(mix(ids ^ seed) + (tables + 1) * GOLDEN.value)
-    return uniform(key, dim) * bounds[tables, None]
+    return uniform(key, dim) * bounds[tables, None].float()
+
+
+@triton.jit
+def _reset_rows(
+    data, wide, states, table_rows, lookups, placed, bounds, seed,
+    D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write the first values of the rows that new ids got, and zero their states."""
+    column = tl.arange(0, BLOCK_D)[None, :]
+    count = tl.load(placed.arrived)
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        live = j < count
+        k = tl.load(placed.fresh + j, mask=live, other=0)
+        id = tl.load(lookups.ids + k, mask=live, other=0).to(tl.int64)
+        table = tl.load(lookups.tables + k // lookups.repeat, mask=live, other=0)
+        row = row_of(tl.load(placed.rows + k, mask=live, other=0), table, table_rows)
+        mask = live[:, None] & (column < D)
+
+        key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
+        bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
+        value = (bits - (1 << 23)).to(tl.float32) * 2.0**-23
+        value *= tl.load(bounds + table, mask=live, other=0.0).to(tl.float32)[:, None]
+        if FORMAT:
+            scale = tl.zeros([BLOCK], tl.float32)
+            value = tl.where(mask, value, 0.0)
+            store_packed(data, row, wide, live, value * 0, scale, value, seed, D, FORMAT, False)
+        else:
+            at = row[:, None] * D + column
+            tl.store(data + at, value.to(data.dtype.element_ty), mask=mask)
+
+        for index in tl.static_range(len(WIDTHS)):
+            WIDTH: tl.constexpr = WIDTHS[index]
+            zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
+            at = row[:, None] * WIDTH + column
+            tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTH))
+
+
+@torch.no_grad()
+def reset_rows(
+    weight: Tensor,
+    states: Sequence[Tensor],
+    table_rows: TableRows,
+    placed: Placed,
+    tables: Tensor,
+    ids: Tensor,
+    bounds: Tensor,
+    seed: Tensor,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Give the rows of new ids their first values, and zero their states.
+
+    Args:
+        weight: ``[V, D]``, contiguous, also packed.
+        states: one entry per row or weight each, contiguous, from :func:`row_states`.
+        table_rows: the rows of the tables in the weight.
+        placed: the new ids among the look-ups.
+        tables, ids: of the look-ups, as given to :func:`dlrm.kernels.dynamic.index.place`.
+        bounds, seed: see :func:`first_values`.
+        impl: see :mod:`dlrm.kernels`.
+    """
+    if not use_triton(ids, impl):
+        reset_rows_torch(weight, states, table_rows, placed, tables, ids, bounds, seed)
+        return
+    lookups: Lookups = lookups_of(tables, ids, None)
+    if not lookups.n:
+        return
+    data, wide, packing = storage(weight)
+    dim = weight.shape[1]
+    block_d = max(2, triton.next_power_of_2(dim))
+    block = max(1, TILE // block_d)
+    _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
+        data, wide, tuple(states), table_rows, lookups, placed, bounds, seed, D=dim,
+        WIDTHS=tuple(state.numel() // len(weight) for state in states), BLOCK=block,
+        BLOCK_D=block_d, FORMAT=packing,
+    )  # fmt: skip
 
 
 @torch.no_grad()
 def reset_rows_torch(
     weight: Tensor,
     states: Sequence[Tensor],
-    rows: Tensor,
+    table_rows: TableRows,
+    placed: Placed,
     tables: Tensor,
     ids: Tensor,
     bounds: Tensor,
     seed: Tensor,
 ) -> None:
-    """Give rows ``[n]`` of a weight their first values, and zero their states, in PyTorch.
-
-    Args:
-        weight: ``[V, D]``, also packed.
-        states: one entry per row or weight each, from :func:`row_states`.
-        rows, tables, ids: of the new ids, ``[n]`` int64.
-        bounds, seed: see :func:`first_values`.
-    """
-    for part, table, some in zip(
-        rows.split(CHUNK), tables.split(CHUNK), ids.split(CHUNK), strict=True
+    """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
+    fresh = placed.fresh[: int(placed.arrived)].long()
+    table, id = tables.expand_as(ids).reshape(-1)[fresh], ids.reshape(-1)[fresh].long()
+    rows = rows_of_torch(placed.rows.reshape(-1)[fresh], table, table_rows)
+    for part, of_part, some in zip(
+        rows.split(CHUNK), table.split(CHUNK), id.split(CHUNK), strict=True
     ):
-        write_rows(weight, part, first_values(table, some, bounds, seed, weight.shape[1]))
+        write_rows(weight, part, first_values(of_part, some, bounds, seed, weight.shape[1]))
     for state in states:
         state.view(len(weight), -1)[rows] = 0

@@ -10,10 +10,13 @@ from dlrm.kernels.dynamic.index import (
     LANES,
     NAMES,
     ROUNDS,
+    Admission,
     SlotIndex,
     begin_step,
     buckets_of,
+    find_rows,
     find_torch,
+    place,
     place_torch,
 )
 from dlrm.kernels.dynamic.scores import Eviction
@@ -135,12 +138,61 @@ def test_it_is_a_dictionary(rule, steps):
             index.time[1:] = torch.tensor([rng.randrange(50), 0])
         begin_step(index)
         choices = buckets_of(index, *where).tolist()
-        placed = place_torch(index, *where)
+        placed = place_torch(index, torch.ones(3, dtype=torch.int64), *where)
         expected, fresh = oracle.place(tables, ids, choices, int(index.time[1]))
-        assert placed.slots.tolist() == expected
-        assert {(int(index.ids[slot])) for slot in placed.fresh} == {key[1] for key in fresh}
         assert find_torch(index, *where).tolist() == expected
+        assert {(tables[k], ids[k]) for k in placed.fresh.tolist()} == fresh
     assert dict(zip(NAMES, index.counts.tolist(), strict=True)) == oracle.counts
     held = {slot: key[1] for slot, key in oracle.owners.items()}
     assert {s: i for s, i in enumerate(index.ids.tolist()) if i != EMPTY} == held
     assert oracle.counts["evicted"] > steps / 100
+
+
+def batch_of(generator, number, spread):
+    """Tables ``[3, 1]`` and ids ``[3, number]`` of a power law, some of them extreme."""
+    ids = (torch.rand(3, number, generator=generator) ** 4 * spread).long()
+    if number > 8:
+        ids[0, : len(EDGES)] = torch.tensor(EDGES)
+        ids[1, 3:6] = 10**12
+    return torch.arange(3)[:, None], ids
+
+
+@pytest.mark.parametrize(
+    ("eviction", "admission"),
+    [
+        (Eviction("lfu", half_life=3), Admission()),
+        (Eviction("lru"), Admission(after=2)),
+        (Eviction("age", age=3), Admission(chance=0.4)),
+        (Eviction("score"), Admission(after=3, chance=0.8)),
+    ],
+    ids=lambda value: value[0],
+)
+def test_the_kernels_do_exactly_the_same(eviction, admission):
+    few, device = torch.tensor([1, 2, 3]), "cuda" if torch.cuda.is_available() else "cpu"
+    sizes, generator = [32, 70, 200], torch.Generator().manual_seed(0)
+    expected = SlotIndex.empty(sizes, eviction, admission)
+    found = SlotIndex.empty(sizes, eviction, admission, torch.device(device))
+    for number in (0, 1, 70, 70, 70, 40, 70):
+        tables, ids = batch_of(generator, number, 400)
+        end = None
+        if number == 40:  # bags: a table for each id, and padding
+            tables, ids = tables.expand_as(ids).reshape(-1), ids.reshape(-1).int()
+            end = torch.tensor([100])
+        both = []
+        for index, impl in ((expected, "torch"), (found, "triton")):
+            where = [value.to(index.ids.device) for value in (few, tables, ids)]
+            begin_step(index)
+            here = end if end is None else end.to(index.ids.device)
+            placed = place(index, *where, end=here, impl=impl)
+            arrived = placed.fresh[: int(placed.arrived)].long()
+            keys = (
+                where[1].expand_as(where[2]).reshape(-1)[arrived],
+                ids.reshape(-1)[arrived.cpu()],
+            )
+            own = {*zip(*(key.tolist() for key in keys), strict=True)}
+            both.append((placed.rows[: 100 if end is not None else None].tolist(), own))
+            assert placed.rows.tolist() == find_rows(index, *where, impl=impl).tolist() or end
+        assert both[0] == both[1]
+        for name in ("ids", "scores", "sketch", "time", "counts"):
+            assert torch.equal(getattr(expected, name), getattr(found, name).cpu()), name
+    assert expected.counts[2] > 0
