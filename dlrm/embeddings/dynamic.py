@@ -190,20 +190,21 @@ class Dynamic(CountsIds, SharedRows):
         self._place(*context.gather_ids(tables, ids), end)  # the same on every process
         return self.local_rows(tables, ids)
 
+    def place(self, ids: Tensor) -> Tensor:
+        """Give rows to new ids ``[F, B]``, as a training step does; returns the row of each id
+        within its table.
+        """
+        begin_step(self.index)
+        return self._place(self._tables[:, None], ids, None)
+
     @torch.no_grad()
     def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
-        """Place new ids, and give them new rows; returns the row of each look-up in its table."""
-        placed = place(self.index, self._num_shared, tables, ids, end=end)
-        reset_rows(
-            self.weight,
-            row_states(self.weight) or [],
-            self._table_rows,
-            placed,
-            tables,
-            ids,
-            self._bounds,
-            self._seed,
-        )
+        """Place ids in the step that has begun; returns the row of each in its table."""
+        where = self._num_shared, tables, ids
+        placed = place(self.index, *where, end=end)
+        states = row_states(self.weight) or []
+        first = self._table_rows, placed, tables, ids, self._bounds, self._seed
+        reset_rows(self.weight, states, *first)
         return placed.rows
 
     def local_rows(self, tables: Tensor, ids: Tensor) -> Tensor:
