@@ -1,0 +1,74 @@
+"""The rows with which new ids start."""
+
+import pytest
+import torch
+
+from dlrm.kernels.dynamic.index import Placed
+from dlrm.kernels.dynamic.new_rows import first_values, reset_rows
+from dlrm.kernels.lookup.tables import TableRows
+from dlrm.kernels.update.packed import PackedParameter, PackedRows, read_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def weight_of(kind, rows, dim):
+    if isinstance(kind, torch.dtype):
+        return torch.full((rows, dim), 5.0, dtype=kind, device=DEVICE)
+    wide = {"int8": rows, "int4": 9}[kind]
+    return PackedParameter(PackedRows.empty(rows, dim, wide, DEVICE))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "int8", "int4"], ids=str)
+@pytest.mark.parametrize("dim", [1, 6])
+def test_only_the_rows_of_new_ids_are_reset(kind, dim):
+    weights = [weight_of(kind, 40, dim) for _ in range(2)]
+    tables = torch.tensor([[0], [1]], device=DEVICE)
+    ids = torch.tensor([[3, -1, 3], [2**63 - 1, 7, 8]], device=DEVICE)
+    rows = torch.tensor([[4, 5, 4], [1, 0, 12]], device=DEVICE)
+    fresh = torch.tensor([2, 3, 5, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    arrived = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    start = TableRows(torch.tensor([0, 20], device=DEVICE))
+    bounds = torch.tensor([0.1, 0.37], device=DEVICE)
+    seed = torch.tensor(11, device=DEVICE)
+
+    found = []
+    for weight, impl in zip(weights, ("torch", "triton"), strict=True):
+        before = read_rows(weight, torch.arange(40, device=DEVICE))
+        states = [
+            torch.ones(40, dim, device=DEVICE),
+            torch.ones(40, 1, dtype=torch.bfloat16, device=DEVICE),
+            torch.ones(40, dtype=torch.int32, device=DEVICE),
+        ]
+        placed = Placed(rows, fresh, arrived)
+        reset_rows(weight, states, start, placed, tables, ids, bounds, seed, impl=impl)
+        after = read_rows(weight, torch.arange(40, device=DEVICE))
+        new = torch.zeros(40, dtype=torch.bool, device=DEVICE)
+        new[[4, 21, 32]] = True
+        assert torch.equal(after[~new], before[~new])
+        for state in states:
+            assert torch.equal(state.reshape(40, -1)[:, 0] == 0, new)
+        found.append(after[new])
+
+    own = fresh[:3].long()
+    exact = first_values(
+        tables.expand(2, 3).reshape(-1)[own], ids.reshape(-1)[own], bounds, seed, dim
+    )
+    assert exact.abs().max() <= 0.37
+    if isinstance(kind, torch.dtype):
+        assert torch.equal(found[0], exact.to(kind))
+        close = 2**-7 if kind is torch.bfloat16 else 0  # which Triton's interpreter cuts off
+        torch.testing.assert_close(found[0], found[1], rtol=close, atol=0)
+    else:  # one of several scales in PyTorch
+        step = exact.abs().amax(1, keepdim=True) / (127 if kind == "int8" else 7)
+        assert all(((part - exact).abs() <= 1.5 * step + 1e-6).all() for part in found)
+
+
+def test_first_values_fill_their_range_evenly():
+    ids = torch.arange(20_000)
+    values = first_values(ids * 0, ids, torch.ones(1), torch.tensor(5), 4)
+    assert values.min() < -0.999
+    assert values.max() > 0.999
+    assert values.mean().abs() < 0.01
+    assert (values.var() - 1 / 3).abs() < 0.01
+    assert len(values.unique()) > 79_000
+    assert torch.corrcoef(values.t()).fill_diagonal_(0).abs().max() < 0.03
