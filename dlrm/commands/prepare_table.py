@@ -21,7 +21,7 @@ from dlrm.data.prepare.table import (
 )
 from dlrm.data.prepare.transform import TRANSFORM_FILE
 from dlrm.data.prepare.workspace import BAD_ROWS_FILE
-from dlrm.data.schema import Meta
+from dlrm.data.schema import HASHED, Meta
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
@@ -123,6 +123,7 @@ def _content(options: Namespace) -> dict[str, Any]:
         )
     given = {"label": options.label and options.label[0], "weight": options.weight}
     given["positive"] = options.positive
+    given["ids"] = options.ids
     content |= {name: value for name, value in given.items() if value is not None}
 
     # The split.
@@ -149,7 +150,12 @@ def _print_summary(output: Path, meta: Meta, seconds: float) -> None:
     for transform in sorted({scaling["transform"] for scaling in scalings.values()}):
         names = [name for name, scaling in scalings.items() if scaling["transform"] == transform]
         print(f"{transform:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
-    print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+    known = [column.cardinality for column in meta.categorical if column.cardinality < HASHED]
+    hashed = len(meta.categorical) - len(known)
+    print(
+        f"ids   {sum(known):>13,} in {len(known)} columns"
+        + (f", hashed in {hashed}" if hashed else "")
+    )
 
     bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:
@@ -212,6 +218,14 @@ def _parser() -> Parser:
         metavar="WAY",
         help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
         "column:COLUMN: its values are train, val and test (default: rows)",
+    )
+
+    add(
+        "--ids",
+        choices=("vocabulary", "hash"),
+        help="vocabulary: contiguous ids of the values of the training rows. hash: 64-bit hashes "
+        "of the values, for train.py --emb dynamic; later rows need no --ids-of "
+        "(default: vocabulary)",
     )
 
     # Rows that get the ids of earlier ones.

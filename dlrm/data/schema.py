@@ -51,6 +51,10 @@ MLPERF_BAG_SIZES = (
 DESCRIBED = "scripts/describe_parquet.py"  # options["made_by"] of Parquet from other programs
 
 
+HASHED = 2**63 - 1
+"""The cardinality of a column whose ids are hashes of its values, of which nobody knows how many
+there are."""
+
 Count = Annotated[Whole, Interval(ge=0, lt=2**63)]
 Size = Annotated[Whole, Interval(ge=1, lt=2**63)]
 Name = Annotated[str, MaxLen(MAX_NAME)]

@@ -65,6 +65,8 @@ class Embedding(PacksRows, ABC):
     trains_from_fit: ClassVar[bool] = True
     """Whether tables that :meth:`load_dense` fitted learn as much as new ones in an epoch. Where
     the fit loses much they do not (``benchmarks/fine_tuning_sample.json``)."""
+    any_ids: ClassVar[bool] = False
+    """Whether ids may be any integers, of which nobody knows how many there are."""
     grows: ClassVar[bool] = False
     """Whether every id has a row of its own, so that rows can be added and the others stay."""
 

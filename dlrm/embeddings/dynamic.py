@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.budget import Budget, highest_level, split_by_rows
+from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.embeddings.shared_rows import SharedRows
@@ -35,8 +35,6 @@ from dlrm.utils.bags import Bags
 
 LOAD = 0.8  # of the slots, if there is one for every id: they fit, even if all come in one step
 SLOT_BYTES = 12  # id and score
-ANY_ID = 2**63 - 1
-"""Number of ids of a table whose ids are hashed texts."""
 CHUNK = 1 << 18  # ids of a dense table that are placed at a time
 FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
 _STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
@@ -75,6 +73,7 @@ class Dynamic(CountsIds, SharedRows):
     """
 
     per_table = frozenset({"rows"})
+    any_ids = True
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class Dynamic(CountsIds, SharedRows):
         index = SlotIndex.empty(slots, Eviction(evict, half_life, age), Admission(admit, chance))
         self._rules = index.eviction, index.admission
         known = zip(num_embeddings, slots, strict=True)
-        self.bounds = [(own if ids == ANY_ID else ids) ** -0.5 for ids, own in known]
+        self.bounds = [(own if ids >= MANY_IDS else ids) ** -0.5 for ids, own in known]
         for name in _STATE:
             self.register_buffer(f"_{name}", getattr(index, name))
         self.register_buffer("_seed", torch.randint(2**62, ()))
@@ -200,11 +199,18 @@ class Dynamic(CountsIds, SharedRows):
     @torch.no_grad()
     def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
         """Place ids in the step that has begun; returns the row of each in its table."""
-        where = self._num_shared, tables, ids
-        placed = place(self.index, *where, end=end)
-        states = row_states(self.weight) or []
-        first = self._table_rows, placed, tables, ids, self._bounds, self._seed
-        reset_rows(self.weight, states, *first)
+        placed = place(self.index, self._num_shared, tables, ids, end=end)
+        reset_rows(
+            self.weight,
+            row_states(self.weight) or [],
+            self._table_rows,
+            self._num_shared,
+            placed,
+            tables,
+            ids,
+            self._bounds,
+            self._seed,
+        )
         return placed.rows
 
     def local_rows(self, tables: Tensor, ids: Tensor) -> Tensor:
@@ -252,7 +258,7 @@ class Dynamic(CountsIds, SharedRows):
         raise AssertionError("load_dense places ids itself")
 
     def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
-        if self.num_embeddings[table] == ANY_ID:
+        if self.num_embeddings[table] >= MANY_IDS:
             raise ValueError(
                 "the ids of this table are hashed texts: there is no dense table of all of them"
             )
@@ -290,7 +296,7 @@ class Dynamic(CountsIds, SharedRows):
         def cost(rows: int) -> int:
             return sum(min(table * row, size(table, rows)) for table in tables)
 
-        highest = min(2**40, ceil(max(tables) / LOAD))
+        highest = min(MANY_IDS, ceil(max(tables) / LOAD))
         rows = highest_level(cost, highest, budget.size, cls.kind())
         return [
             None if table * row <= size(table, rows) else {"rows": max(rows, 1)} for table in tables
@@ -327,12 +333,12 @@ def _rows_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) ->
         )
     found = []
     for known, own in zip(num_embeddings, each, strict=True):
-        if known == ANY_ID and own is None:
+        if known >= MANY_IDS and own is None:
             raise ValueError(
                 "the number of ids is unknown, as they are hashed texts: set --dynamic.rows to the "
                 "ids of a table that have a row at a time"
             )
-        most = None if known == ANY_ID else ceil(known / LOAD)
+        most = None if known >= MANY_IDS else ceil(known / LOAD)
         found.append(min(value for value in (own, most) if value is not None))
     return found
 

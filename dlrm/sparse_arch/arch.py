@@ -14,7 +14,7 @@ from dlrm.data.batch import Batch
 from dlrm.distributed.sharded_tables import ShardedTables
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.base import Embedding
-from dlrm.embeddings.common.budget import DTYPES
+from dlrm.embeddings.common.budget import DTYPES, MANY_IDS
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import (
     CachesHotRows,
@@ -297,14 +297,18 @@ class SparseArch(nn.Module):
 
     def sizes(self) -> dict[str, float]:
         """Bytes by part and in total, and the compression: how many times larger the same tables
-        are if dense in fp32. Everything that look-ups need counts.
+        are if dense in fp32; those of unknown ids count as they are. Everything that look-ups need
+        counts.
         """
         parts: dict[str, float] = {}
-        for table in self.footprint():
+        dense, tables = 0, self.footprint()
+        for slot in self._features:
+            rows, table = self.num_embeddings[slot], tables[slot]
+            known = rows < MANY_IDS
+            dense += 4 * self.embedding_dim * rows if known else sum(table.values())
             for part, size in table.items():
                 parts[f"{part}_bytes"] = parts.get(f"{part}_bytes", 0.0) + size
         total = sum(parts.values())
-        dense = 4 * self.embedding_dim * sum(self.num_embeddings[slot] for slot in self._features)
         return {**parts, "bytes": total, "compression": dense / total}
 
 

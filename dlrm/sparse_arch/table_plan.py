@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from dlrm.data.evidence import Effects
-from dlrm.embeddings.common.budget import DTYPES, Budget, row_bytes
+from dlrm.embeddings.common.budget import DTYPES, MANY_IDS, Budget, row_bytes
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import EQUAL, choose_tables
 from dlrm.utils.messages import align_right, did_you_mean, format_bytes, printable
@@ -111,6 +111,12 @@ def make_table_plan(
         own = kinds.get(name, kind if table in chosen else "dense")
         plan.append((own, options_of_table(name, options.get(own, {}))))
 
+    for name, rows, (own, _) in zip(names, num_embeddings, plan, strict=True):
+        if rows >= MANY_IDS and (own == AUTO or not available()[own].any_ids):
+            raise ValueError(
+                f"the ids of {name} are hashes, for which --emb {own} has no table: set --emb "
+                "dynamic, or prepare the data with --ids vocabulary"
+            )
     if not ordered:
         _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
     if budget is not None:
@@ -218,7 +224,7 @@ def format_table_plan(
     texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
     columns = [
         ["table", *map(printable, names)],
-        ["rows", *(f"{rows:,}" for rows in num_embeddings)],
+        ["rows", *(f"{rows:,}" if rows < MANY_IDS else "any" for rows in num_embeddings)],
         *([["bytes", *map(format_bytes, sizes)]] if sizes else []),
         ["kind", *kinds],
         ["options", *map(printable, texts)],
@@ -315,6 +321,11 @@ def _fit_budget(
 ) -> TablePlan:
     """Kind and options of the chosen tables, within what dense tables leave of a budget."""
     row = row_bytes(embedding_dim, dtype)
+    if budget.strip()[-1:] in ("x", "X") and max(num_embeddings) >= MANY_IDS:
+        raise ValueError(
+            f"a budget of {budget} is relative to dense tables, but ids are hashes, and nobody "
+            "knows how many there are: give bytes, such as --budget 20MB"
+        )
     limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
 
     # The tables that are not chosen stay dense, and take their bytes first.

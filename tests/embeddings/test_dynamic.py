@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
+from dlrm.data.schema import HASHED
 from dlrm.embeddings import build
 from dlrm.embeddings.common.budget import Budget
-from dlrm.embeddings.dynamic import ANY_ID, Dynamic
+from dlrm.embeddings.dynamic import Dynamic
 from dlrm.kernels.dynamic.index import EMPTY, LANES
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.optim import RowOptimizer
@@ -48,7 +49,7 @@ def test_it_trains_as_dense_to_the_bit(rule, bags):
 @pytest.mark.parametrize("dtype", [None, "int8", "int4", torch.bfloat16])
 def test_a_row_is_reset_with_its_state_when_another_id_gets_it(dtype):
     packed = dtype if isinstance(dtype, str) else None
-    group = Dynamic([ANY_ID], 6, rows=1, shared=1, evict="lru", dtype=packed)
+    group = Dynamic([HASHED], 6, rows=1, shared=1, evict="lru", dtype=packed)
     group = group.bfloat16() if dtype is torch.bfloat16 else group
     optimizer = RowOptimizer(group.parameters(), "adam", lr=0.1)
     first = torch.arange(LANES)[None]
@@ -68,7 +69,7 @@ def test_a_row_is_reset_with_its_state_when_another_id_gets_it(dtype):
 
 
 def test_looking_does_not_change_anything():
-    group = Dynamic([ANY_ID, 40], 4, rows=[40, 64])
+    group = Dynamic([HASHED, 40], 4, rows=[40, 64])
     group(torch.randint(-(2**63), 2**63 - 1, (2, 30)))
     before = copy.deepcopy(group.state_dict())
     ids = torch.randint(-(2**63), 2**63 - 1, (2, 100))
@@ -82,7 +83,7 @@ def test_looking_does_not_change_anything():
 
 
 def test_ids_without_a_row_share_few_of_their_table():
-    group = Dynamic([ANY_ID, ANY_ID], 4, rows=64, shared=3).eval()
+    group = Dynamic([HASHED, HASHED], 4, rows=64, shared=3).eval()
     found = group(torch.arange(500).expand(2, 500))
     rows = [set(map(tuple, found[:, table].tolist())) for table in range(2)]
     assert [len(each) for each in rows] == [3, 3]
@@ -91,7 +92,7 @@ def test_ids_without_a_row_share_few_of_their_table():
 
 @pytest.mark.parametrize(("admit", "chance"), [(3, 1.0), (1, 0.3)])
 def test_new_ids_wait_for_admission(admit, chance):
-    group = Dynamic([ANY_ID], 4, rows=1000, admit=admit, chance=chance)
+    group = Dynamic([HASHED], 4, rows=1000, admit=admit, chance=chance)
     ids = torch.arange(200)[None]
     inserted = []
     for _ in range(4):
@@ -109,7 +110,7 @@ def test_new_ids_wait_for_admission(admit, chance):
 
 
 def test_ids_that_find_no_room_are_counted_and_share_rows():
-    group = Dynamic([ANY_ID], 4, rows=1, shared=1)
+    group = Dynamic([HASHED], 4, rows=1, shared=1)
     ids = torch.cat([torch.arange(LANES + 10), torch.tensor([EMPTY])])[None]
     out = group(ids)
     counts = group.id_counts()
@@ -122,7 +123,7 @@ def test_ids_that_find_no_room_are_counted_and_share_rows():
 
 
 def test_a_user_gives_the_score():
-    group = Dynamic([ANY_ID], 4, rows=1, evict="score")
+    group = Dynamic([HASHED], 4, rows=1, evict="score")
     for score, begin in ((5, 0), (9, 16), (7, 100)):
         group.set_clock(score)
         group(torch.arange(begin, begin + 16)[None])
@@ -141,7 +142,7 @@ def test_two_runs_are_equal_and_a_restored_one_continues():
 
     def make():
         torch.manual_seed(1)
-        group = Dynamic([ANY_ID, 300], 4, rows=60, admit=2, half_life=3)
+        group = Dynamic([HASHED, 300], 4, rows=60, admit=2, half_life=3)
         return group, RowOptimizer(group.parameters(), "adam", lr=0.1)
 
     whole, again, parts = run(*make(), batches), run(*make(), batches), make()
@@ -154,7 +155,7 @@ def test_two_runs_are_equal_and_a_restored_one_continues():
 
 
 def test_hot_ids_stay_where_others_come_and_go():
-    group = Dynamic([ANY_ID], 4, rows=64, half_life=20)
+    group = Dynamic([HASHED], 4, rows=64, half_life=20)
     hot = torch.arange(40)
     for number in range(60):
         group(torch.cat([hot, torch.arange(40) + 100 * (number + 1)])[None])
@@ -167,18 +168,18 @@ def test_hot_ids_stay_where_others_come_and_go():
 
 
 def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told():
-    group = Dynamic([10, 1000, ANY_ID], 4, rows=500)
+    group = Dynamic([10, 1000, HASHED], 4, rows=500)
     assert group.num_slots == (32, 512, 512)
     state = group.state_dict()
     size = sum(tensor.nbytes for tensor in state.values())
     assert sum(sum(table.values()) for table in group.footprint()) == size
     with pytest.raises(ValueError, match=r"number of ids is unknown.*set --dynamic\.rows"):
-        Dynamic([ANY_ID], 4)
+        Dynamic([HASHED], 4)
     with pytest.raises(ValueError, match="hashed texts: there is no dense table"):
         group.to_dense(2)
-    found = Dynamic.for_budget(Budget([ANY_ID, 20], 4, 100_000))
+    found = Dynamic.for_budget(Budget([HASHED, 20], 4, 100_000))
     assert found[1] is None
-    group = Dynamic([ANY_ID], 4, **found[0])
+    group = Dynamic([HASHED], 4, **found[0])
     assert 95_000 < sum(group.footprint()[0].values()) <= 100_000 - 20 * 16
 
 

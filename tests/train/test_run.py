@@ -7,6 +7,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -323,3 +324,45 @@ def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(
     assert done.stderr == measured.stderr
     assert done.stderr.startswith("error: the model's outputs are not finite")
     assert not scores.exists()
+
+
+def test_hashed_ids_need_no_vocabulary(run, train, result, tmp_path):
+    """Values that came later are hashed alike, and score as they were trained."""
+    random = np.random.default_rng(0)
+    users, tags = random.integers(300, size=2000), random.integers(20, size=(2000, 2))
+    rows = [
+        f"{int(u % 3 == 0)},{u}th,{'|'.join(map(str, own))},{u / 7:.2f}"
+        for u, own in zip(users, tags, strict=True)
+    ]
+    raw = tmp_path / "raw.csv"
+    raw.write_text("\n".join(["label,user,tags,age", *rows]) + "\n")
+    data = tmp_path / "hashed"
+    done = run("prepare_table", raw, "--output", data, "--ids", "hash")
+    assert "0 in 0 columns, hashed in 2" in done.stdout
+
+    train("run", "--emb", "dynamic", "--dynamic.rows", "400", "--epochs", "4", data=data)
+    values = result(tmp_path / "run")
+    assert values["test/auc"] > 0.8
+    assert values["ids/inserted"] > 200
+    assert values["ids/evicted"] == 0
+    assert values["embeddings/compression"] == 1
+
+    run("predict", tmp_path / "run", data, tmp_path / "prepared.csv", "--split", "train")
+    run("predict", tmp_path / "run", raw, tmp_path / "raw_scores.csv")
+    prepared, scores = (
+        pd.read_csv(tmp_path / name)["probability"] for name in ("prepared.csv", "raw_scores.csv")
+    )
+    assert np.allclose(prepared, scores[: len(prepared)], atol=1e-6)
+
+    refused = train("other", "--emb", "dense", data=data, status=2)
+    assert "the ids of user are hashes, for which --emb dense has no table" in refused.stderr
+    refused = train("other", "--emb", "dynamic", data=data, status=2)
+    assert "set --dynamic.rows to the ids of a table" in refused.stderr
+    refused = train("other", "--emb", "dynamic", "--budget", "10x", data=data, status=2)
+    assert "a budget of 10x is relative to dense tables, but ids are hashes" in refused.stderr
+    (tmp_path / "capped.yaml").write_text("cap: 5\nids: hash\n")
+    refused = run(
+        "prepare_table", raw, "--output", tmp_path / "no", "--config", tmp_path / "capped.yaml",
+        status=2,
+    )  # fmt: skip
+    assert "ids are hashes, so there is no vocabulary with cap" in refused.stderr

@@ -168,6 +168,9 @@ class TableOptions(Closed):
     """Of all categories and lists that don't say otherwise."""
     cap: Positive | None = None
     hash: Positive | None = None
+    ids: Literal["vocabulary", "hash"] = "vocabulary"
+    """Of categories and lists: positions in a vocabulary that is learned from the rows; or hashes
+    of 64 bits, which need none and have no rates, for ``--emb dynamic``."""
     rates: Flag = True
     """Whether each category and part of a time also gives two numbers: how often its value
     occurred, and the share of positives among these rows; see :mod:`dlrm.data.prepare.rates`."""
@@ -181,6 +184,9 @@ class TableOptions(Closed):
     """Whether fields of a CSV may be quoted with ``"``. If not, a quote is an ordinary letter."""
 
     def __post_init__(self) -> None:
+        limits = {"min_count": self.min_count > 1, "cap": self.cap, "hash": self.hash}
+        if self.ids == "hash" and (given := [name for name, value in limits.items() if value]):
+            raise ValueError(f"ids are hashes, so there is no vocabulary with {given[0]}; drop it")
         if self.negative is not None and self.positive is None:
             raise ValueError("negative needs positive, the values of the label that count as 1")
         if both := sorted(set(self.positive or ()) & set(self.negative or ())):

@@ -146,11 +146,16 @@ class ColumnPlan:
         """The features that are ids."""
         return tuple(feature for feature in self.features if not feature.dense)
 
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes of the values."""
+        return not self.hexadecimal and self.options.ids == "hash"
+
     @cached_property
     def rated(self) -> tuple[str, ...]:
         """The features that are ids and also give numbers: their counts and rates. Those with one
         vocabulary are counted together, so they have none."""
-        if not self.options.rates or self.hexadecimal or self.only("label") is None:
+        if not self.options.rates or self.hexadecimal or self.only("label") is None or self.hashed:
             return ()
         features = (f for f in self.categorical if not f.multi_hot and not f.bucketed)
         return tuple(f.name for f in features if len(self.same_vocabulary(f)) == 1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ...utils.documents import read_json
-from ..schema import Categorical, Meta
+from ..schema import HASHED, Categorical, Meta
 from ..threads import map_in_order
 from .columns import Feature
 from .keys import HexKeys, Keys, TextKeys
@@ -34,7 +34,7 @@ from .rates import Rates
 from .spill import SpilledBlock, entries_of, progress_bar
 from .splitting import Selection, Splitter, count_selected
 from .transform import Transform
-from .vocabulary import Vocabulary, make_vocabulary, texts_of
+from .vocabulary import TEXT, Vocabulary, make_vocabulary, texts_of
 from .workspace import Workspace
 
 CHUNK_BYTES = 1 << 28  # of the values of blocks that are merged at a time
@@ -116,7 +116,11 @@ class Learner:
 
         vocabulary = self.work / Meta.vocabulary_file(feature.name)
         learned: dict[str, object] = {}
-        if not feature.bucketed:
+        if self.transform.plan.hashed and not feature.bucketed:
+            none = Vocabulary(values=pa.array([], TEXT), counts=np.zeros(0, np.int64), oov_id=None)
+            none.write(vocabulary)
+            described = _describe(feature, none, HASHED)
+        elif not feature.bucketed:
             described = self._learn_values(index, feature, vocabulary)
         elif self.earlier is None:
             made, learned["edges"] = self._learn_buckets(feature)
@@ -327,10 +331,12 @@ class Learner:
         return total / rows
 
 
-def _describe(feature: Feature, vocabulary: Vocabulary) -> Categorical:
+def _describe(
+    feature: Feature, vocabulary: Vocabulary, cardinality: int | None = None
+) -> Categorical:
     return Categorical(
         name=feature.name,
-        cardinality=len(vocabulary),
+        cardinality=cardinality or len(vocabulary),
         multi_hot=feature.multi_hot,
         oov_id=vocabulary.oov_id,
         vocabulary=feature.column.options.vocabulary,

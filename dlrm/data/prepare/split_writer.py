@@ -38,7 +38,7 @@ def write_splits(
     looked_up = {
         feature.name: learner.ids_of_entries(index, feature)
         for index, feature in enumerate(plan.features)
-        if not feature.dense and not feature.bucketed
+        if not feature.dense and not feature.bucketed and not plan.hashed
     }
 
     def encode(numbered: tuple[int, SpilledBlock]) -> list[pa.RecordBatch]:

@@ -7,11 +7,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ..schema import HASHED
+
 
 def hash_values(values: pa.Array, buckets: int) -> pa.Array:
     """The bucket of each text, as text; a missing value, "", stays one."""
     hashed = hash_texts(values) % np.uint64(buckets)
     return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
+
+
+def hashed_ids(values: pa.Array) -> NDArray[np.int64]:
+    """The id of each text where ids are hashes, in ``[0, 2^63 - 1)``."""
+    return (hash_texts(values.cast(pa.large_string())) % np.uint64(HASHED)).astype(np.int64)
 
 
 def hash_texts(values: pa.Array) -> NDArray[np.uint64]:

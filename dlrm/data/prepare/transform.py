@@ -38,6 +38,7 @@ from .rates import Rates, append_rates
 from .row_source import Part, RowSource, map_parts
 from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
+from .text_hashes import hashed_ids
 from .vocabulary import Vocabulary
 
 TRANSFORM_FILE = "transform.json"
@@ -93,8 +94,8 @@ class Transform:
 
         Returns:
             The columns that are there: label uint8, null where it is missing; weight float32;
-            dense features float32; categorical ones int32, or lists of int32; passed columns as
-            they are.
+            dense features float32; categorical ones int32, or int64 if they are hashed, or lists of
+            these; passed columns as they are.
 
         Raises:
             ValueError: a value does not fit the kind of its column, or a column is missing.
@@ -167,8 +168,10 @@ class Transform:
             return pa.array(of_bucket[bucket_numbers(column.to_numpy(), edges)])
 
         entries = column.flatten() if feature.multi_hot else column
-        of_entry = ids.get(name)
-        if of_entry is None:
+        of_entry: NDArray[np.int32 | np.int64] | None = ids.get(name)
+        if of_entry is None and self.plan.hashed:
+            of_entry = hashed_ids(entries.dictionary)
+        elif of_entry is None:
             of_entry = self.vocabularies[name].ids(entries.dictionary, name)
         found = pa.array(of_entry).take(entries.indices)
         if not feature.multi_hot:

@@ -17,6 +17,9 @@ DTYPES = (*WEIGHT_BYTES, *BITS)
 """Types of tables: ``fp32``, ``bf16``, ``int8``, ``int4``."""
 WIDE = 8  # one in eight rows of an int4 table has 8 bits
 
+MANY_IDS = 2**40
+"""As many ids or more are hashes, of which nobody knows how many occur."""
+
 Option = TypeVar("Option")
 
 

@@ -2,10 +2,10 @@
 
 A step finds the slots of all look-ups. Of each missing id one look-up is its *claimant*: they agree
 by compare-and-swap in a hash table of look-ups, which is as large as the batch. Each round, the
-claimants choose buckets and are linked to a list for each; then one program a bucket takes the
-smallest ids of its list and ranks them, and its slots, so that the order of the list does not
-matter. Memory of a step depends on the number of look-ups and buckets only, and the later kernels
-do no more work than there are missing ids.
+claimants choose buckets and are linked to a list for each; then one program a bucket keeps the
+smallest ids of its list, and takes them and its slots in ascending order, so that the order of the
+list does not matter. Memory of a step depends on the number of look-ups and buckets only, and the
+later kernels do no more work than there are missing ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EMPTY = GOLDEN  # stands for no id; the id of this number never gets a slot
 SEED = tl.constexpr(0x5851F42D4C957F2D)  # of the draw of an admission by chance
 SPARE = tl.constexpr(64)  # programs that swap in cells of their own where they have no claim
 NOT_PLACED, WAITING, FULL = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
-SMALLEST = tl.constexpr(-(2**63))
+SMALLEST, LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 
 
 class Lookups(NamedTuple):
@@ -68,10 +68,8 @@ class Work(NamedTuple):
     """The first one of each bucket."""
     chosen: Tensor
     """List of the buckets that ids have chosen in a round."""
-    fresh: Tensor
-    """List of the claimants that got a slot."""
     counters: Tensor
-    """Lengths of ``missing``, ``fresh``, and ``chosen`` of each round."""
+    """Lengths of ``missing``, and of ``chosen`` in each round."""
     claims: Tensor
     """Hash table of claimants, and cells that count for nothing."""
     cells: int
@@ -127,7 +125,8 @@ def _probe(index, id, table, live):
 def _append(counter, chosen):
     """Positions of the ``chosen`` elements, appended to a list that has ``counter`` elements."""
     ones = chosen.to(tl.int32)
-    begin = tl.atomic_add(counter, tl.sum(ones, 0), sem="relaxed")
+    number = tl.sum(ones, 0)
+    begin = tl.atomic_add(counter, number, mask=number > 0, sem="relaxed")
     return begin + tl.cumsum(ones, 0) - 1
 
 
@@ -264,7 +263,7 @@ def choose_buckets(
         old = tl.atomic_xchg(work.heads + bucket, j, mask=wanting)
         tl.store(work.next + j, old, mask=wanting)
         leads = wanting & (old < 0)
-        to = _append(work.counters + 2 + ROUND, leads)
+        to = _append(work.counters + 1 + ROUND, leads)
         tl.store(work.chosen + to, bucket.to(tl.int32), mask=leads)
 
 
@@ -274,11 +273,14 @@ def fill_buckets(
 ):
     """Give slots of each chosen bucket to the ids of its list, in ascending order."""
     lane = tl.arange(0, LANES)
-    for number in range(tl.program_id(0), tl.load(work.counters + 2 + ROUND), tl.num_programs(0)):
+    step, clock = tl.load(index.time), tl.load(index.time + 1)
+    score = used_triton(tl.full((), 0, tl.int32), step, clock, EVICTION)
+    inserted, evicted = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for number in range(tl.program_id(0), tl.load(work.counters + 1 + ROUND), tl.num_programs(0)):
         # The smallest ids of the list, and their look-ups.
         bucket = tl.load(work.chosen + number).to(tl.int64)
         id, k = tl.full([LANES], SMALLEST, tl.int64), tl.zeros([LANES], tl.int32)
-        length = 0
+        length = tl.full((), 0, tl.int32)
         j = tl.load(work.heads + bucket)
         tl.store(work.heads + bucket, -1)
         while j >= 0:
@@ -291,34 +293,28 @@ def fill_buckets(
             length = tl.minimum(length + 1, LANES)
             j = tl.load(work.next + j)
         live = lane < length
-        smaller = (id[None, :] < id[:, None]) & live[None, :]
-        rank = tl.sum(smaller.to(tl.int32), 1)
 
-        # The slots, in the order in which they are taken.
-        at = bucket * LANES + lane
-        order = _order(index, at, lane < LANES, EVICTION)
-        free = order < KEPT
-        before = (order[None, :] < order[:, None]) | (
-            (order[None, :] == order[:, None]) & (lane[None, :] < lane[:, None])
-        )
-        place = tl.sum(before.to(tl.int32), 1)  # those to keep come last
-        most = tl.sum(free.to(tl.int32), 0)
+        # Its slots: a key is smaller, the earlier a slot is taken, and tells which it is.
+        order = _order(index, bucket * LANES + lane, lane < LANES, EVICTION)
+        key = (order.to(tl.int64) + 1) * LANES + lane
+        most = tl.sum((order < KEPT).to(tl.int32), 0)
         if not LAST:
             most = (tl.sum((order < 0).to(tl.int32), 0) + 1) // 2
-        fits = live & (rank < most)
-        slot = bucket * LANES + tl.sum(
-            tl.where(rank[:, None] == place[None, :], lane[None, :], 0), 1
-        )
-
-        left = tl.load(index.ids + slot, mask=fits, other=EMPTY) != EMPTY
-        tl.store(index.ids + slot, id, mask=fits)
-        step, clock = tl.load(index.time), tl.load(index.time + 1)
-        score = used_triton(tl.zeros([LANES], tl.int32), step, clock, EVICTION)
-        tl.store(index.scores + slot, score, mask=fits)
-        tl.store(work.status + k, slot.to(tl.int32), mask=fits)
-        tl.store(work.fresh + _append(work.counters + 1, fits), k, mask=fits)
-        tl.atomic_add(index.counts + 1, tl.sum(fits.to(tl.int64), 0), sem="relaxed")
-        tl.atomic_add(index.counts + 2, tl.sum(left.to(tl.int64), 0), sem="relaxed")
+        placed = tl.minimum(length, most)
+        for _ in range(placed):
+            first = tl.min(key, 0)
+            slot = bucket * LANES + first % LANES
+            smallest = tl.min(tl.where(live, id, LARGEST), 0)
+            chosen = live & (id == smallest)
+            tl.store(index.ids + slot, smallest)
+            tl.store(index.scores + slot, score)
+            tl.store(work.status + tl.sum(tl.where(chosen, k, 0), 0), slot.to(tl.int32))
+            evicted += (first >= LANES).to(tl.int32)  # not an empty one
+            key = tl.where(key == first, LARGEST, key)
+            live = live & ~chosen
+        inserted += placed
+    tl.atomic_add(index.counts + 1, inserted.to(tl.int64), mask=inserted > 0, sem="relaxed")
+    tl.atomic_add(index.counts + 2, evicted.to(tl.int64), mask=evicted > 0, sem="relaxed")
 
 
 @triton.jit
@@ -335,6 +331,8 @@ def placed_rows(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr):
 
     waiting = missing & live & (status == WAITING)
     not_placed = missing & live & (status < 0) & (status != WAITING)
-    tl.atomic_add(index.counts + 3, tl.sum(waiting.to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(index.counts + 4, tl.sum(not_placed.to(tl.int64), 0), sem="relaxed")
+    number = tl.sum(waiting.to(tl.int64), 0)
+    tl.atomic_add(index.counts + 3, number, mask=number > 0, sem="relaxed")
+    number = tl.sum(not_placed.to(tl.int64), 0)
+    tl.atomic_add(index.counts + 4, number, mask=number > 0, sem="relaxed")
     tl.store(rows + k, _local_row(index, num_shared, slot, id, table, inside), mask=inside)

@@ -30,9 +30,9 @@ from dlrm.kernels.dynamic.scores import KEPT, Eviction, Now, priority, used
 LANES, EMPTY = kernels.LANES.value, kernels.EMPTY.value
 ROUNDS = 5  # of a step: if many new ids come to a table at once, 1 in 10,000 finds no room at 0.85
 BLOCK = 64  # look-ups of a program that reads buckets
-CLAIMANTS = 16  # of a program that chooses buckets for missing ids
+CLAIMANTS = 8  # of a program that chooses buckets for missing ids
 WIDE = 1024  # look-ups of a program that does not
-PROGRAMS = 2048  # that go through lists
+PROGRAMS = 4096  # that go through lists
 NAMES = ("found", "inserted", "evicted", "waiting", "not_placed")
 """What an index counts: look-ups of ids with a slot; ids that came, and that left; look-ups of ids
 that wait for admission, and of ids for which there was no slot."""
@@ -111,15 +111,16 @@ class SlotIndex(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The rows of look-ups, and which of them stand for ids that came in this step."""
+    """The rows of look-ups, and which of them stand for ids that had no slot before."""
 
     rows: Tensor
     """Row of each look-up within its table, of the shape of the ids, int64. The first rows of a
     table are the shared ones."""
-    fresh: Tensor
-    """One look-up of each id that came, int32; what lies beyond ``arrived`` is undefined."""
-    arrived: Tensor
-    """Number of these, ``[1]`` int32."""
+    missing: Tensor
+    """One look-up of each of these ids, int32; what lies beyond ``number`` is undefined. Ids
+    that got a slot have rows beyond the shared ones."""
+    number: Tensor
+    """How many these are, ``[1]`` int32."""
 
 
 def buckets_for(slots: int) -> int:
@@ -212,7 +213,7 @@ def place(
         return place_torch(index, num_shared, tables, ids, end)
     lookups, rows = lookups_of(tables, ids, end), torch.empty_like(ids, dtype=torch.int64)
     work = _new_work(lookups.n, len(index.ids) // LANES, ids.device)
-    placed = Placed(rows, work.fresh, work.counters[1:2])
+    placed = Placed(rows, work.missing, work.counters[:1])
     if not lookups.n:
         return placed
 
@@ -226,7 +227,7 @@ def place(
         options = {"ROUND": number, "LAST": number == ROUNDS - 1, "EVICTION": eviction}
         kernels.choose_buckets[programs,](
             arrays, lookups, work, half, admission.limit, BLOCK=CLAIMANTS, AFTER=admission.after,
-            CHANCE=admission.chance < 1, **options,
+            CHANCE=admission.chance < 1, num_warps=1, **options,
         )  # fmt: skip
         kernels.fill_buckets[programs,](arrays, lookups, work, num_warps=1, **options)
     kernels.placed_rows[triton.cdiv(lookups.n, WIDE),](
@@ -253,8 +254,8 @@ def _new_work(n: int, buckets: int, device: torch.device) -> kernels.Work:
     sizes = (cells + BLOCK * kernels.SPARE.value, n, buckets)
     filled = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
     claims, status, heads = filled.split(sizes)
-    empty = torch.empty((6, n), dtype=torch.int32, device=device)
-    slots, claimants, missing, following, chosen, fresh = empty
+    empty = torch.empty((5, n), dtype=torch.int32, device=device)
+    slots, claimants, missing, following, chosen = empty
     return kernels.Work(
         slots=slots,
         claimants=claimants,
@@ -263,8 +264,7 @@ def _new_work(n: int, buckets: int, device: torch.device) -> kernels.Work:
         next=following,
         heads=heads,
         chosen=chosen,
-        fresh=fresh,
-        counters=torch.zeros(2 + ROUNDS, dtype=torch.int32, device=device),
+        counters=torch.zeros(1 + ROUNDS, dtype=torch.int32, device=device),
         claims=claims,
         cells=cells,
     )
@@ -319,10 +319,9 @@ def place_torch(
     index.counts[0] += len(known)
     index.counts[3] += waiting
     index.counts[4] += ((slots < 0) & live).sum() - waiting
-    fresh = claimants[placed >= 0].int()
-    rows = local_rows_torch(index, num_shared, tables, ids, slots)
-    arrived = torch.tensor([len(fresh)], dtype=torch.int32, device=ids.device)
-    return Placed(rows.view(shape), fresh, arrived)
+    rows = local_rows_torch(index, num_shared, tables, ids, slots).view(shape)
+    number = torch.tensor([len(claimants)], dtype=torch.int32, device=ids.device)
+    return Placed(rows, claimants.int(), number)
 
 
 def _admit(index: SlotIndex, tables: Tensor, ids: Tensor, uses: Tensor) -> Tensor:

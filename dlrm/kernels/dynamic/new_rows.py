@@ -49,20 +49,22 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
 
 @triton.jit
 def _reset_rows(
-    data, wide, states, table_rows, lookups, placed, bounds, seed,
+    data, wide, states, table_rows, num_shared, lookups, placed, bounds, seed,
     D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write the first values of the rows that new ids got, and zero their states."""
     column = tl.arange(0, BLOCK_D)[None, :]
-    count = tl.load(placed.arrived)
+    count = tl.load(placed.number)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         j = start + tl.arange(0, BLOCK)
         live = j < count
-        k = tl.load(placed.fresh + j, mask=live, other=0)
+        k = tl.load(placed.missing + j, mask=live, other=0)
         id = tl.load(lookups.ids + k, mask=live, other=0).to(tl.int64)
         table = tl.load(lookups.tables + k // lookups.repeat, mask=live, other=0)
-        row = row_of(tl.load(placed.rows + k, mask=live, other=0), table, table_rows)
+        row = tl.load(placed.rows + k, mask=live, other=0)
+        live &= row >= tl.load(num_shared + table)
+        row = row_of(row, table, table_rows)
         mask = live[:, None] & (column < D)
 
         key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
@@ -78,10 +80,9 @@ def _reset_rows(
             tl.store(data + at, value.to(data.dtype.element_ty), mask=mask)
 
         for index in tl.static_range(len(WIDTHS)):
-            WIDTH: tl.constexpr = WIDTHS[index]
             zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
-            at = row[:, None] * WIDTH + column
-            tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTH))
+            at = row[:, None] * WIDTHS[index] + column
+            tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTHS[index]))
 
 
 @torch.no_grad()
@@ -89,6 +90,7 @@ def reset_rows(
     weight: Tensor,
     states: Sequence[Tensor],
     table_rows: TableRows,
+    num_shared: Tensor,
     placed: Placed,
     tables: Tensor,
     ids: Tensor,
@@ -103,13 +105,14 @@ def reset_rows(
         weight: ``[V, D]``, contiguous, also packed.
         states: one entry per row or weight each, contiguous, from :func:`row_states`.
         table_rows: the rows of the tables in the weight.
+        num_shared: shared rows of each table, ``[F]``.
         placed: the new ids among the look-ups.
         tables, ids: of the look-ups, as given to :func:`dlrm.kernels.dynamic.index.place`.
         bounds, seed: see :func:`first_values`.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(ids, impl):
-        reset_rows_torch(weight, states, table_rows, placed, tables, ids, bounds, seed)
+        reset_rows_torch(weight, states, table_rows, num_shared, placed, tables, ids, bounds, seed)
         return
     lookups: Lookups = lookups_of(tables, ids, None)
     if not lookups.n:
@@ -119,7 +122,7 @@ def reset_rows(
     block_d = max(2, triton.next_power_of_2(dim))
     block = max(1, TILE // block_d)
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
-        data, wide, tuple(states), table_rows, lookups, placed, bounds, seed, D=dim,
+        data, wide, tuple(states), table_rows, num_shared, lookups, placed, bounds, seed, D=dim,
         WIDTHS=tuple(state.numel() // len(weight) for state in states), BLOCK=block,
         BLOCK_D=block_d, FORMAT=packing,
     )  # fmt: skip
@@ -130,6 +133,7 @@ def reset_rows_torch(
     weight: Tensor,
     states: Sequence[Tensor],
     table_rows: TableRows,
+    num_shared: Tensor,
     placed: Placed,
     tables: Tensor,
     ids: Tensor,
@@ -137,9 +141,10 @@ def reset_rows_torch(
     seed: Tensor,
 ) -> None:
     """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
-    fresh = placed.fresh[: int(placed.arrived)].long()
-    table, id = tables.expand_as(ids).reshape(-1)[fresh], ids.reshape(-1)[fresh].long()
-    rows = rows_of_torch(placed.rows.reshape(-1)[fresh], table, table_rows)
+    at, tables = placed.missing[: int(placed.number)].long(), tables.expand_as(ids).reshape(-1)
+    at = at[placed.rows.view(-1)[at] >= num_shared[tables[at]]]
+    table, id = tables[at], ids.reshape(-1)[at].long()
+    rows = rows_of_torch(placed.rows.view(-1)[at], table, table_rows)
     for part, of_part, some in zip(
         rows.split(CHUNK), table.split(CHUNK), id.split(CHUNK), strict=True
     ):

@@ -22,8 +22,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dlrm.data.schema import HASHED
 from dlrm.embeddings import Embedding, build
-from dlrm.embeddings.dynamic import ANY_ID, Dynamic
+from dlrm.embeddings.dynamic import Dynamic
 from dlrm.kernels.dynamic.hashing import mix
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.utils.program import Parser, count_arg
@@ -102,7 +103,7 @@ def filled(options: argparse.Namespace, tables: int, load: float) -> Dynamic:
     """Dynamic tables, to whose ids others are added until they have so many of their slots."""
     rows = options.rows // tables
     with torch.device(options.device):
-        group = Dynamic([ANY_ID] * tables, options.dim, rows=int(rows / LOAD), check_ids=False)
+        group = Dynamic([HASHED] * tables, options.dim, rows=int(rows / LOAD), check_ids=False)
         known = mix(torch.arange(1, rows + 1))
     for part in known.split(max(1, CHUNK // tables)):
         group.place(part.expand(tables, -1))

@@ -141,7 +141,8 @@ def test_it_is_a_dictionary(rule, steps):
         placed = place_torch(index, torch.ones(3, dtype=torch.int64), *where)
         expected, fresh = oracle.place(tables, ids, choices, int(index.time[1]))
         assert find_torch(index, *where).tolist() == expected
-        assert {(tables[k], ids[k]) for k in placed.fresh.tolist()} == fresh
+        own = [k for k in placed.missing.tolist() if placed.rows[k] >= 1]
+        assert {(tables[k], ids[k]) for k in own} == fresh
     assert dict(zip(NAMES, index.counts.tolist(), strict=True)) == oracle.counts
     held = {slot: key[1] for slot, key in oracle.owners.items()}
     assert {s: i for s, i in enumerate(index.ids.tolist()) if i != EMPTY} == held
@@ -184,12 +185,9 @@ def test_the_kernels_do_exactly_the_same(eviction, admission):
             begin_step(index)
             here = end if end is None else end.to(index.ids.device)
             placed = place(index, *where, end=here, impl=impl)
-            arrived = placed.fresh[: int(placed.arrived)].long()
-            keys = (
-                where[1].expand_as(where[2]).reshape(-1)[arrived],
-                ids.reshape(-1)[arrived.cpu()],
-            )
-            own = {*zip(*(key.tolist() for key in keys), strict=True)}
+            at = placed.missing[: int(placed.number)].long()
+            own = where[1].expand_as(where[2]).reshape(-1)[at], where[2].reshape(-1)[at]
+            own = {*zip(*(key.tolist() for key in own), strict=True)}
             both.append((placed.rows[: 100 if end is not None else None].tolist(), own))
             assert placed.rows.tolist() == find_rows(index, *where, impl=impl).tolist() or end
         assert both[0] == both[1]

@@ -25,8 +25,9 @@ def test_only_the_rows_of_new_ids_are_reset(kind, dim):
     tables = torch.tensor([[0], [1]], device=DEVICE)
     ids = torch.tensor([[3, -1, 3], [2**63 - 1, 7, 8]], device=DEVICE)
     rows = torch.tensor([[4, 5, 4], [1, 0, 12]], device=DEVICE)
-    fresh = torch.tensor([2, 3, 5, 0, 0, 0], dtype=torch.int32, device=DEVICE)
-    arrived = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    missing = torch.tensor([2, 3, 5, 4, 0, 0], dtype=torch.int32, device=DEVICE)
+    number = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    few = torch.tensor([2, 1], device=DEVICE)  # so that the fourth of them got no slot
     start = TableRows(torch.tensor([0, 20], device=DEVICE))
     bounds = torch.tensor([0.1, 0.37], device=DEVICE)
     seed = torch.tensor(11, device=DEVICE)
@@ -39,8 +40,8 @@ def test_only_the_rows_of_new_ids_are_reset(kind, dim):
             torch.ones(40, 1, dtype=torch.bfloat16, device=DEVICE),
             torch.ones(40, dtype=torch.int32, device=DEVICE),
         ]
-        placed = Placed(rows, fresh, arrived)
-        reset_rows(weight, states, start, placed, tables, ids, bounds, seed, impl=impl)
+        placed = Placed(rows, missing, number)
+        reset_rows(weight, states, start, few, placed, tables, ids, bounds, seed, impl=impl)
         after = read_rows(weight, torch.arange(40, device=DEVICE))
         new = torch.zeros(40, dtype=torch.bool, device=DEVICE)
         new[[4, 21, 32]] = True
@@ -49,7 +50,7 @@ def test_only_the_rows_of_new_ids_are_reset(kind, dim):
             assert torch.equal(state.reshape(40, -1)[:, 0] == 0, new)
         found.append(after[new])
 
-    own = fresh[:3].long()
+    own = missing[:3].long()
     exact = first_values(
         tables.expand(2, 3).reshape(-1)[own], ids.reshape(-1)[own], bounds, seed, dim
     )
