@@ -171,7 +171,7 @@ class Preparation:
             fingerprint=own,
             extends=extends,
         )
-        if meta.has_rows("train"):
+        if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
             paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
             meta = with_effects(work.directory, meta, [read_counts(path) for path in paths])
         meta.write(work.directory)
