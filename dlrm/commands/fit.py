@@ -101,7 +101,7 @@ def fit(
 
 
 def _train(config: RunConfig, resolved: str, work: str, *, progress: bool) -> Run:
-    """Train as ``dlrm train`` does, and print its summary but for files in ``work``."""
+    """Train like ``dlrm train``, and print its summary without the lines that name ``work``."""
     world = World.from_environment()
     if world.size > 1:
         raise ValueError("fit runs in one process: use dlrm train with torchrun")
@@ -127,6 +127,7 @@ def _prepare(
     shares = {"train": str(1 - share), "val": str(share), "test": "0"}
     options["split"] = shares | dict(options.get("split") or {})
 
+    # Files as they are; rows in memory by way of a file.
     file = data.with_name("rows.parquet")
     if isinstance(rows, str | Path):
         inputs: list[Any] = [rows]
@@ -138,6 +139,7 @@ def _prepare(
             print_error(f"note: the index {name!r} is left out; reset_index() makes it a column")
         pq.write_table(pa.Table.from_batches([as_batch(rows)]), file)
         inputs = [file]
+
     try:
         files, plan = open_and_plan(inputs, build_options(options))
         print(format_plan(plan))

@@ -35,6 +35,8 @@ def help_text(texts: Mapping[str, str]) -> str:
         "kind may differ by table: --tt.rank '{C3: 64, default: 16}'.",
         add_help=False,
     )
+
+    # What acts on all options.
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="Print this text and stop.")
     add(

@@ -85,7 +85,7 @@ class Plots:
 
 
 def report_figure(entries: Iterable[Mapping[str, Any]], plots: Plots | None) -> Figure:
-    """What a run logged, and the plots of the scores of some rows.
+    """Plot the curves that a run logged, and the scores of some rows.
 
     Args:
         entries: of ``metrics.jsonl``.
@@ -107,6 +107,7 @@ def report_figure(entries: Iterable[Mapping[str, Any]], plots: Plots | None) -> 
         axes.set(xlabel="step", ylabel=title)
         if axes.lines:
             axes.legend()
+
     if plots is not None:
         plots.draw_reliability(panels[2])
         plots.draw_scores(panels[3])

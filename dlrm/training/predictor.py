@@ -106,9 +106,11 @@ class Predictor:
                 "from raw rows, or by an earlier version; give a prepared directory with "
                 f"{META_FILE} instead"
             )
+
         transform, meta = Transform.load(kept), Meta.read(kept)
         if state.fingerprint != meta.fingerprint:
             raise other_data(kept, path, "give a prepared directory")
+
         reader = RowGroupReader(kept, replace(meta, weight=None), model.sparse_arch.num_embeddings)
         return cls(
             run=Path(path),

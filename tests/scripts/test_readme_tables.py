@@ -54,7 +54,7 @@ def test_files_named_exist(page):
 
 
 def test_the_readme_is_one_page():
-    assert len((ROOT / "README.md").read_text().split()) <= 1500
+    assert len((ROOT / "README.md").read_text().split()) <= 1300
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/in_your_model.md"])
@@ -75,6 +75,6 @@ def test_python_in_the_pages_runs(name, run, tmp_path):
     names["table"] = table
     for block in blocks:
         own = block.replace("runs/NAME", str(tmp_path / "run")).replace("10_000_000", "10_000")
-        exec(own.replace("clusters=384", "clusters=16"), names)
+        exec(own.replace("clusters=384", "clusters=16").replace("models/", f"{tmp_path}/"), names)
     assert names["small"](torch.tensor([[1, 2]])).shape == (1, 64)
     assert "scores" not in names or names["scores"].shape == (100,)
