@@ -5,8 +5,10 @@
 Each run is a run of ``train.py`` at its default learning rates, several at a time, on one GPU if
 there is one. The results are one JSON file, which has the mean and the spread of every point next
 to those of boosted trees on the same rows, and one plot: AUC and log loss of test rows against the
-compression ratio, a column of panels for each log. Finished runs are not repeated, so an
-interrupted comparison can be resumed. A kind may have another type: ``--kinds hash hash:int8``.
+compression ratio, a column of panels for each log. A second plot (``_expected`` is added to its
+name) compares the rise of the log loss that ``auto`` expects with the one that is found. Finished
+runs are not repeated, so an interrupted comparison can be resumed. A kind may have another type:
+``--kinds hash hash:int8``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from dlrm.commands.figures import log_x_axis, write_plot
+from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import META_FILE, Meta
+from dlrm.sparse_arch.auto import expected_loss
+from dlrm.sparse_arch.table_plan import AUTO
+from dlrm.training.tracking import read_result
 from dlrm.utils.documents import read_json
 from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
@@ -135,6 +141,30 @@ def draw(results: list[dict[str, Any]], trees: Mapping[str, Any], path: Path) ->
     return figure
 
 
+def expected_rise(log: Path, run: Path) -> float:
+    """How much higher than with full tables ``auto`` expects the log loss of a run to be."""
+    meta, result = Meta.read(log), read_result(run)
+    ids = IdStatistics(log, meta)
+    plan = [(own["kind"], own) for own in result["tables"].values()]
+    dim = result["options"]["model"]["embedding_dim"]
+    return expected_loss(plan, meta.cardinalities, dim, ids.counts(), ids.effects())
+
+
+def draw_expected(results: list[dict[str, Any]], path: Path) -> Figure:
+    """Plot the found rise of the log loss of ``auto`` against the expected one, log by log."""
+    figure, panel = plt.subplots(layout="constrained")
+    dense = {row["log"]: row["log_loss"] for row in results if row["kind"] == "dense"}
+    for log in sorted(dense):
+        own = [row for row in results if row["log"] == log and "expected" in row]
+        line = sorted((row["expected"], row["log_loss"] - dense[log]) for row in own)
+        panel.plot(*(zip(*line, strict=True) if line else ((), ())), "o-", label=log, ms=3)
+    panel.axline((0, 0), slope=1, color="k", linewidth=0.5)
+    panel.set(xlabel="expected rise of the log loss", ylabel="found on test rows")
+    panel.legend()
+    write_plot(figure, path)
+    return figure
+
+
 def run_bench(options: Namespace) -> None:
     """Train the runs that are missing, then write the results of all."""
     require_kinds(options.kinds)
@@ -156,6 +186,10 @@ def run_bench(options: Namespace) -> None:
         done = [runner.metrics(run.name) for run in runs if runner.finished(run.name)]
         if done:
             results.append(summarize(name, kind, ratio, done))
+            if kind == AUTO:
+                first = next(run.name for run in runs if runner.finished(run.name))
+                log = next(log for log in logs if log.name == name)
+                results[-1]["expected"] = expected_rise(log, options.runs / first)
             best[name].append(results[-1])
     if not results:
         raise ValueError("none of the runs is possible, for the reasons above")
@@ -165,6 +199,8 @@ def run_bench(options: Namespace) -> None:
         for row in rows:
             print(f"  {row['kind']:10} {row['ratio']:6g}x  {_figures(row)}")
     draw(results, trees, options.plot)
+    if AUTO in options.kinds:
+        draw_expected(results, options.plot.with_stem(f"{options.plot.stem}_expected"))
     if options.json:
         report = {"options": options.options, "trees": trees, "impossible": impossible}
         harness.write(options.json, {**report, "results": results})

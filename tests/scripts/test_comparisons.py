@@ -263,19 +263,21 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     trees = ["--data", str(logs / "first"), "--json", str(logs / "first" / "trees.json")]
     pytest.importorskip("lightgbm")
     assert script("baseline_trees").main([*trees, "--seeds", "1"]) == 0
-    given = ["--logs", str(logs), "--kinds", "drop", "hash:int8", "--ratios", "10", "--seeds", "2"]
+    given = ["--logs", str(logs), "--kinds", "auto", "hash:int8", "--ratios", "10", "--seeds", "2"]
     given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
     given += ["--json", str(tmp_path / "bench.json"), "--options", *SMALL]
     main = script("bench").main
     assert main(given) == 0
     report = json.loads((tmp_path / "bench.json").read_text())
     points = [(row["log"], row["kind"], row["ratio"]) for row in report["results"]]
-    kinds = [("dense", 1.0), ("drop", 10.0), ("hash:int8", 10.0)]
+    kinds = [("dense", 1.0), ("auto", 10.0), ("hash:int8", 10.0)]
     assert points == [(log, *kind) for log in ("first", "second") for kind in kinds]
     assert all(row["seeds"] == 2 and row["auc std"] >= 0 for row in report["results"])
     assert report["results"][0]["bytes"] > report["results"][1]["bytes"] > 0
     assert 0.3 < report["trees"]["first"]["auc"] < 1
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert [row["expected"] > 0 for row in report["results"] if "expected" in row] == [True] * 2
+    for plot in ("plot.png", "plot_expected.png"):
+        assert (tmp_path / plot).stat().st_size > 10_000
     assert main([*given, "--only", "third"]) == 2
     assert "has no prepared log third: make it with" in capsys.readouterr().err
 
