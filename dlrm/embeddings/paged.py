@@ -236,14 +236,10 @@ class Paged(Embedding):
         prefix: str,
         local_metadata: Any,
         strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: Any,
     ) -> None:
         shape = sum(self.num_embeddings), self.embedding_dim
-        weight = saved_weight(
-            state_dict, prefix, shape, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        weight = saved_weight(state_dict, prefix, shape, strict, *lists)
         if weight is not None:
             self.load_dense(weight.split(self.num_embeddings))
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import Weight, row_gradient
-from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, tiling
+from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, rows_of_torch, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
@@ -307,19 +307,16 @@ def lookup_bags_torch(
     num_tables, ids, offsets = len(tables.starts), bags.ids, bags.offsets
     batch = bags.count // num_tables
     lengths = offsets.diff().view(num_tables, batch).sum(1)
-
-    def of_each(value: Tensor) -> Tensor:
-        return value.repeat_interleave(lengths, output_size=ids.numel())
-
+    numbers = torch.repeat_interleave(lengths, output_size=ids.numel())  # the table of each id
     if tables.held is not None:
-        ids = ids - of_each(tables.held[0])
-        here = (ids >= 0) & (ids < of_each(tables.held[1]))
-        offsets = offsets_of(here)[offsets]
-        lengths, ids = offsets.diff().view(num_tables, batch).sum(1), ids[here]
-    ids = ids if tables.modulo is None else ids % of_each(tables.modulo)
-    ids = ids if tables.last is None else ids.minimum(of_each(tables.last))
+        first, count = tables.held
+        ids = ids - first[numbers]
+        here = (ids >= 0) & (ids < count[numbers])
+        offsets, numbers, ids = offsets_of(here)[offsets], numbers[here], ids[here]
+
+    rows = rows_of_torch(ids, numbers, tables)
     pooled = functional.embedding_bag(
-        ids + of_each(tables.starts), weight, offsets, mode=mode, sparse=sparse and mode != "max",
+        rows, weight, offsets, mode=mode, sparse=sparse and mode != "max",
         per_sample_weights=bags.weights, include_last_offset=True,
     )  # fmt: skip
     return pooled.view(num_tables, batch, weight.shape[1]).transpose(0, 1)
