@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,8 +284,9 @@ class RowGroupReader:
             else:
                 expected.append((column.name, "an integer (categorical)", pa.types.is_integer))
 
+        counts = Counter(schema.names)
         for name, wanted, fits in expected:
-            found = schema.names.count(name)
+            found = counts[name]
             if found != 1:
                 raise ValueError(
                     f"{path} has {found or 'no'} columns named {name!r}, {META_FILE} names "

@@ -111,13 +111,11 @@ def append_rates(
         rates: of each of the columns, by name.
         label: of training rows, the column of labels: these rows are counted.
     """
+    columns, fields = list(rows.columns), list(rows.schema)
+    labels = None if label is None else rows[label].to_numpy()
     for feature, own in rates.items():
         ids = rows[feature].to_numpy()
-        if label is None:
-            numbers = own.numbers(ids)
-        else:
-            numbers = own.numbers_of_training(ids, rows[label].to_numpy())
-        for name, values in zip(rate_names(feature), numbers, strict=True):
-            column = pa.field(name, pa.float32(), nullable=False)
-            rows = rows.append_column(column, pa.array(values))
-    return rows
+        numbers = own.numbers(ids) if labels is None else own.numbers_of_training(ids, labels)
+        columns += map(pa.array, numbers)
+        fields += [pa.field(name, pa.float32(), nullable=False) for name in rate_names(feature)]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
