@@ -93,6 +93,8 @@ class Dynamic(CountsIds, SharedRows):
             raise ValueError(
                 f"dynamic evict is {evict!r}; set --dynamic.evict to one of {', '.join(RULES)}"
             )
+
+        # Numbers of 1 or more.
         least = {"half_life": half_life, "age": age, "admit": admit}
         least |= {} if shared is None else {"shared": shared}
         for name, value in least.items():
@@ -104,6 +106,12 @@ class Dynamic(CountsIds, SharedRows):
             )
 
         slots = [LANES * buckets_for(own) for own in _rows_of(num_embeddings, rows)]
+        if sum(slots) >= 2**31:
+            raise ValueError(
+                f"the tables have {sum(slots):,} rows together, dynamic takes up to 2^31 - 1: set "
+                "fewer --dynamic.rows, or give some of them other options, so that they form "
+                "another group"
+            )
         self.num_slots = tuple(slots)
         self.num_shared = tuple(_shared(own, shared) for own in slots)
         kept = [own + few for own, few in zip(slots, self.num_shared, strict=True)]
@@ -238,6 +246,8 @@ class Dynamic(CountsIds, SharedRows):
         for table, weight in enumerate(weights):
             few, dim = self.num_shared[table], self.embedding_dim
             total = torch.zeros(few, dim + 1, device=weight.device)
+
+            # Rows of ids that got a slot; the others add to the sum of their shared row.
             for start in range(0, len(weight), CHUNK):
                 part = weight[start : start + CHUNK]
                 ids = torch.arange(start, start + len(part), device=weight.device)
@@ -248,6 +258,7 @@ class Dynamic(CountsIds, SharedRows):
                 write_rows(self.weight, rows[own], part[own])
                 counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)
                 total.index_add_(0, local[~own], counted[~own])
+
             if total[:, dim].any():
                 for at, rows in self.rows_to_write(table, 0, few):
                     part = total[at : at + len(rows)]

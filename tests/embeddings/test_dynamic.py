@@ -188,6 +188,7 @@ def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told
     [
         ({"evict": "mru"}, "evict is 'mru'; set --dynamic.evict to one of lfu, lru, age, score"),
         ({"rows": 0}, "rows is 0: set --dynamic.rows to 1 or more"),
+        ({"rows": 2**31}, r"have 2,147,483,648 rows together, dynamic takes up to 2\^31 - 1"),
         ({"rows": [5, 5]}, "a list of one for each of the 1 tables"),
         ({"shared": 0}, "shared is 0; set --dynamic.shared to 1 or more"),
         ({"half_life": 0}, "half_life is 0; set --dynamic.half_life"),
@@ -196,4 +197,4 @@ def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told
 )
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
-        Dynamic([100], 4, **options)
+        Dynamic([HASHED], 4, **options)

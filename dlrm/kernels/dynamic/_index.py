@@ -294,13 +294,16 @@ def fill_buckets(
             j = tl.load(work.next + j)
         live = lane < length
 
-        # Its slots: a key is smaller, the earlier a slot is taken, and tells which it is.
+        # Its slots: the key of a slot is its place in the order in which they are taken, and its
+        # lane.
         order = _order(index, bucket * LANES + lane, lane < LANES, EVICTION)
         key = (order.to(tl.int64) + 1) * LANES + lane
         most = tl.sum((order < KEPT).to(tl.int32), 0)
         if not LAST:
             most = (tl.sum((order < 0).to(tl.int32), 0) + 1) // 2
         placed = tl.minimum(length, most)
+
+        # Match them, each in ascending order.
         for _ in range(placed):
             first = tl.min(key, 0)
             slot = bucket * LANES + first % LANES

@@ -34,7 +34,7 @@ CLAIMANTS = 8  # of a program that chooses buckets for missing ids
 WIDE = 1024  # look-ups of a program that does not
 PROGRAMS = 4096  # that go through lists
 NAMES = ("found", "inserted", "evicted", "waiting", "not_placed")
-"""What an index counts: look-ups of ids with a slot; ids that came, and that left; look-ups of ids
+"""Counters of an index: look-ups of ids with a slot; ids that came, and that left; look-ups of ids
 that wait for admission, and of ids for which there was no slot."""
 
 
@@ -211,6 +211,7 @@ def place(
     """
     if not use_triton(ids, impl):
         return place_torch(index, num_shared, tables, ids, end)
+
     lookups, rows = lookups_of(tables, ids, end), torch.empty_like(ids, dtype=torch.int64)
     work = _new_work(lookups.n, len(index.ids) // LANES, ids.device)
     placed = Placed(rows, work.missing, work.counters[:1])
@@ -222,6 +223,8 @@ def place(
     kernels.find_and_claim[grid](
         arrays, lookups, work, half, BLOCK=BLOCK, EVICTION=eviction, COUNT=admission.after > 1
     )
+
+    # The programs of a round go through lists, of which only the device knows the length.
     programs = min(triton.cdiv(lookups.n, CLAIMANTS), PROGRAMS)
     for number in range(ROUNDS):
         options = {"ROUND": number, "LAST": number == ROUNDS - 1, "EVICTION": eviction}

@@ -71,6 +71,7 @@ def _reset_rows(
         bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
         value = (bits - (1 << 23)).to(tl.float32) * 2.0**-23
         value *= tl.load(bounds + table, mask=live, other=0.0).to(tl.float32)[:, None]
+
         if FORMAT:
             scale = tl.zeros([BLOCK], tl.float32)
             value = tl.where(mask, value, 0.0)
@@ -79,6 +80,7 @@ def _reset_rows(
             at = row[:, None] * D + column
             tl.store(data + at, value.to(data.dtype.element_ty), mask=mask)
 
+        # States.
         for index in tl.static_range(len(WIDTHS)):
             zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
             at = row[:, None] * WIDTHS[index] + column
