@@ -216,6 +216,8 @@ class DLRM(nn.Module):
         self.sparse_arch = SparseArch(
             num_embeddings, embedding_dim, plan, dtype=tables_dtype, sharding=sharding
         )
+        self.register_buffer("calibration", torch.tensor([1.0, 0.0]))
+        self.calibration: Tensor  # scale and shift of the logits, except in training
 
     def forward(
         self,
@@ -235,7 +237,7 @@ class DLRM(nn.Module):
             context: what a training step prepared for the look-ups.
 
         Returns:
-            Logits, ``[B]``.
+            Logits, ``[B]``; in evaluation mode calibrated ones.
 
         Raises:
             ValueError: dense features or ids of the wrong shape, or ids that are not integers.
@@ -258,7 +260,11 @@ class DLRM(nn.Module):
 
         order = self.sparse_arch.feature_order.positions
         crossed = interact(bottom, embedded, order)
-        return self.top_mlp(crossed).squeeze(1)
+        logits = self.top_mlp(crossed).squeeze(1)
+        if self.training:
+            return logits
+        scale, shift = self.calibration
+        return logits.float() * scale + shift
 
     def load_trained(
         self, trained: DLRM, extend: Callable[[list[Tensor]], list[Tensor]] | None = None
@@ -286,6 +292,7 @@ class DLRM(nn.Module):
                     "model"
                 )
             own.load_state_dict(other.state_dict())
+        self.calibration.copy_(trained.calibration)
         tables = trained.sparse_arch.to_dense()
         self.sparse_arch.load_dense(extend(tables) if extend else tables)
 

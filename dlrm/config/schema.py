@@ -247,6 +247,9 @@ class RunConfig:
     unseen values, or the mean row of a table without one. random: as in new tables."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for initialization and shuffling."""
+    calibrate: bool = True
+    """Scale the logits so that their log loss on the validation rows is least, in every evaluation
+    and score. Their order, and so AUC, stays the same."""
     negatives: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training rows with label 0 that are kept, chosen by seed, the same in every
     epoch. The loss accounts for it, so that probabilities are those of all rows."""

@@ -36,6 +36,9 @@ class InferenceModel(nn.Module):
         self.tables = nn.ModuleList(lookup_of(group, precision) for group, _ in groups)
         self.modes = [group.mode for group, _ in groups]
 
+        self.register_buffer("calibration", model.calibration.clone())
+        self.calibration: Tensor  # scale and shift of the logits
+
         # Where the ids of each feature are in the inputs.
         self.features = order.groups
         self.multi_hot = list(multi_hot)
@@ -91,6 +94,7 @@ class InferenceModel(nn.Module):
             crossed = torch.cat([bottom, products.index_select(1, self.pairs)], dim=1)
 
         logits = self.top_mlp(crossed).squeeze(1)
+        logits = logits.float() * self.calibration[0] + self.calibration[1]
         return torch.sigmoid(logits.double()).float()
 
     def _vectors(self, index: int, ids: Tensor, bags: Sequence[Tensor], batch: int) -> Tensor:

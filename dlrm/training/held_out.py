@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from dlrm.data.batch import Batch
@@ -14,6 +15,7 @@ from dlrm.data.loader import BatchLoader
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
+from dlrm.training.calibration import fit_calibration
 from dlrm.training.plots import Plots
 from dlrm.training.ranking import group_areas
 from dlrm.utils.messages import print_error
@@ -38,6 +40,7 @@ class HeldOut:
         interruption: ends an evaluation after a batch, in all processes.
         precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
         groups: the group of each row of the splits, by name, if AUC is to be measured by group.
+        calibrates: whether each evaluation of ``val`` calibrates the model.
 
     Attributes:
         interruption: as given.
@@ -53,18 +56,21 @@ class HeldOut:
         interruption: Interruption,
         precision: str,
         groups: Mapping[str, Groups],
+        *,
+        calibrates: bool,
     ) -> None:
         self._model, self._loaders, self._seen = model, loaders, seen
         self.interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
-        self._groups = groups
+        self._groups, self._calibrates = groups, calibrates
         self.plots: Plots | None = None
 
     def evaluate(
         self, split: str, step: int, stop: Callable[[], object], *, model: DLRM | None = None
     ) -> dict[str, float]:
-        """The metrics of a split; none if the data has no such rows. Sets :attr:`diverged`, and
-        warns the first time that a trained model gives all rows the same score.
+        """The metrics of a split; none if the data has no such rows. The model is calibrated on
+        those of ``val`` first, if it is to be. Sets :attr:`diverged`, and warns the first time that
+        a trained model gives all rows the same score.
 
         Args:
             split: ``val`` or ``test``.
@@ -75,7 +81,14 @@ class HeldOut:
         if (loader := self._loaders.get(split)) is None:
             return {}
         batches = self.interruption.between(loader, stop)
+        calibrates = self._calibrates and split == "val" and model is None
+        if calibrates:
+            self._model.calibration.copy_(torch.tensor([1.0, 0.0]))
         scores = self._predict(loader, batches, loader.rows, model)
+        if calibrates:
+            scale, shift = fit_calibration(*scores)
+            self._model.calibration.copy_(torch.tensor([scale, shift]))
+            scores = (scores[0] * scale + shift, *scores[1:])
         values = metrics.classification(*scores)
         if split in self._groups:
             values |= group_areas(*scores, groups=self._groups[split]).metrics()

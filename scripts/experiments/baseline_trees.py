@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlrm.data.prepare.rates import rate_names
 from dlrm.data.schema import Meta
 from dlrm.training.metrics import classification
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
@@ -76,7 +77,9 @@ def encode(
 def features(meta: Meta, splits: list[pd.DataFrame]) -> list[NDArray[np.float64]]:
     """The feature matrix of each split, the first of which is that of the training rows."""
     labels = splits[0][meta.label].to_numpy(np.float64)
-    columns = [[rows[list(meta.dense)].to_numpy(np.float64)] for rows in splits]
+    encoded_already = {name for column in meta.categorical for name in rate_names(column.name)}
+    numbers = [name for name in meta.dense if name not in encoded_already]
+    columns = [[rows[numbers].to_numpy(np.float64)] for rows in splits]
     for column in meta.categorical:
         ids, *later = (rows[column.name].to_numpy() for rows in splits)
         encoded = encode(ids, labels, column.cardinality, later)

@@ -36,7 +36,7 @@ from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts.benchmarks import harness
-from scripts.experiments.bench_logs import TREES
+from scripts.experiments.bench_logs import trees_file
 from scripts.experiments.frontier import point, require_kinds
 from scripts.experiments.runner import (
     INTERRUPTED,
@@ -172,9 +172,8 @@ def run_bench(options: Namespace) -> None:
     for log in logs:
         require_rows(log, Meta.read(log), "test")
     points = {(log.name, *key): runs for log in logs for key, runs in runs_on(log, options).items()}
-    trees = {
-        log.name: read_json(log / TREES)["results"][0] for log in logs if (log / TREES).is_file()
-    }
+    files = {log.name: trees_file(log) for log in logs}
+    trees = {name: read_json(f)["results"][0] for name, f in files.items() if f.is_file()}
 
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     runner = Runner(options.runs, options.jobs, common)

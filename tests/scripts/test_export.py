@@ -129,7 +129,7 @@ def test_the_manifest(table, export):
     assert columns["tags"] == {"rows": 10, "multi_hot": True, "oov_id": 9, "kind": "dense"}
     inputs = [(entry["name"], entry["shape"]) for entry in manifest["inputs"]]
     bags = [("tags.values", ["nnz"]), ("tags.offsets", ["batch + 1"])]
-    assert inputs == [("dense", [2, "batch"]), ("ids", [3, "batch"]), *bags]
+    assert inputs == [("dense", [8, "batch"]), ("ids", [3, "batch"]), *bags]
     there = {p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()}
     assert there == {*manifest["files"], "manifest.json"}
     modes = {(made / name).stat().st_mode & 0o666 for name in there}
