@@ -496,8 +496,8 @@ def test_what_is_read_while_a_run_writes_belongs_together(tmp_path):
         steps = 0
         while not stop.is_set():
             steps += 1
-            for parameter in model.parameters():
-                parameter.data.fill_(steps)
+            for tensor in model.state_dict().values():
+                tensor.fill_(steps)
             save(tmp_path, steps, (spec, model, optimizers), keep=1, best=steps % 3 == 0)
 
     writer = threading.Thread(target=write)
@@ -686,8 +686,8 @@ def saving(tmp_path, monkeypatch):
 
         def step(steps, *, best=False, best_step=-1):
             parts = Parts(*made[1:])
-            for parameter in made[1].parameters():
-                parameter.data.fill_(steps)
+            for tensor in made[1].state_dict().values():
+                tensor.fill_(steps)
             state = RunState(model=made[0], config={}, groups=parts.groups(), steps=steps)
             state.best_step = steps if best else best_step
             own.save(parts, state, best=best)
