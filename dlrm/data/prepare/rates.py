@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ..threads import map_in_order
 from .vocabulary import POSITIVES, Vocabulary
 
 PRIOR = 20.0
@@ -102,7 +103,7 @@ class Rates:
 
 
 def append_rates(
-    rows: pa.RecordBatch, rates: Mapping[str, Rates], label: str | None = None
+    rows: pa.RecordBatch, rates: Mapping[str, Rates], label: str | None = None, threads: int = 1
 ) -> pa.RecordBatch:
     """Append the numbers of columns of ids to prepared rows.
 
@@ -110,12 +111,19 @@ def append_rates(
         rows: the prepared rows.
         rates: of each of the columns, by name.
         label: of training rows, the column of labels: these rows are counted.
+        threads: columns at a time.
     """
-    columns, fields = list(rows.columns), list(rows.schema)
-    labels = None if label is None else rows[label].to_numpy()
-    for feature, own in rates.items():
+
+    def numbers_of(feature: str) -> NDArray[np.float32]:
         ids = rows[feature].to_numpy()
-        numbers = own.numbers(ids) if labels is None else own.numbers_of_training(ids, labels)
+        if label is None:
+            return rates[feature].numbers(ids)
+        return rates[feature].numbers_of_training(ids, rows[label].to_numpy())
+
+    # A pool of threads takes longer to start than a few rows take.
+    found = map_in_order(numbers_of, rates, threads) if threads > 1 else map(numbers_of, rates)
+    columns, fields = list(rows.columns), list(rows.schema)
+    for feature, numbers in zip(rates, found, strict=True):
         columns += map(pa.array, numbers)
         fields += [pa.field(name, pa.float32(), nullable=False) for name in rate_names(feature)]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))

@@ -60,9 +60,9 @@ def write_splits(
         for parts in map_in_order(encode, enumerate(blocks), workers):
             for name, prepared in zip(SPLITS, parts, strict=True):
                 if name == "train" and learner.learns:  # in their order: rows count for later ones
-                    part = append_rates(prepared, training_rates, label.name)
+                    part = append_rates(prepared, training_rates, label.name, workers)
                 else:
-                    part = append_rates(prepared, rates)
+                    part = append_rates(prepared, rates, threads=workers)
                 if name not in writers:
                     repeating = [field for field in part.schema.names if field not in large]
                     writer = SplitWriter(work / f"{name}.parquet", part.schema, repeating)
