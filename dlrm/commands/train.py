@@ -106,15 +106,7 @@ class Run:
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
         interruption = Interruption(world)
         groups = read_groups(config.data, meta, loaders, config.group)
-        self.held_out = HeldOut(
-            self.model,
-            loaders,
-            seen,
-            interruption,
-            config.precision,
-            groups,
-            calibrates=config.calibrate,
-        )
+        self.held_out = HeldOut(self.model, loaders, seen, interruption, config, groups)
 
         epoch = len(self.train_data)
         every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)
