@@ -104,9 +104,9 @@ class Run:
         )
 
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
-        interruption = Interruption(world)
         groups = read_groups(config.data, meta, loaders, config.group)
-        self.held_out = HeldOut(self.model, loaders, seen, interruption, config, groups)
+        held_out = partial(HeldOut, precision=config.precision, calibrates=config.calibrate)
+        self.held_out = held_out(self.model, loaders, seen, Interruption(world), groups)
 
         epoch = len(self.train_data)
         every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)

@@ -9,7 +9,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from dlrm.config.schema import RunConfig
 from dlrm.data.batch import Batch
 from dlrm.data.groups import Groups
 from dlrm.data.loader import BatchLoader
@@ -39,9 +38,9 @@ class HeldOut:
         loaders: of the splits, by name.
         seen: opens a loader of the training rows.
         interruption: ends an evaluation after a batch, in all processes.
-        config: of the run. With precision ``bf16``, evaluate in bfloat16 autocast; with
-            ``calibrate``, each evaluation of ``val`` calibrates the model.
         groups: the group of each row of the splits, by name, if AUC is to be measured by group.
+        precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
+        calibrates: whether each evaluation of ``val`` calibrates the model.
 
     Attributes:
         interruption: as given.
@@ -55,13 +54,15 @@ class HeldOut:
         loaders: Mapping[str, BatchLoader],
         seen: Callable[[], BatchLoader],
         interruption: Interruption,
-        config: RunConfig,
         groups: Mapping[str, Groups],
+        *,
+        precision: str,
+        calibrates: bool,
     ) -> None:
         self._model, self._loaders, self._seen = model, loaders, seen
         self.interruption, self._world = interruption, interruption.world
-        self._bf16, self.diverged, self._collapsed = config.precision == "bf16", "", False
-        self._groups, self._calibrates = groups, config.calibrate
+        self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
+        self._groups, self._calibrates = groups, calibrates
         self.plots: Plots | None = None
 
     def evaluate(
