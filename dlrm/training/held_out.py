@@ -25,6 +25,7 @@ GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
 # all labels are of the other class.
 DIVERGED = 6 * GUESSING
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
+CALIBRATED = 32768  # training rows that show where the average of the scores is
 SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
 ALIKE = 100  # rows; a model may well give fewer the same score
 REMEDY = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
@@ -86,7 +87,7 @@ class HeldOut:
             self._model.calibration.copy_(torch.tensor([1.0, 0.0]))
         scores = self._predict(loader, batches, loader.rows, model)
         if calibrates:
-            scale, shift = fit_calibration(*scores)
+            scale, shift = fit_calibration(self._predict_seen(CALIBRATED), scores)
             self._model.calibration.copy_(torch.tensor([scale, shift]))
             scores = (scores[0] * scale + shift, *scores[1:])
         values = metrics.classification(*scores)
@@ -113,10 +114,7 @@ class HeldOut:
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {REMEDY}"
         if log_loss > OVERFITTED:
             return problem
-        loader = self._seen()
-        share = loader.batch_size * self._world.size
-        count = min(-(-SAMPLES // share), len(loader))
-        seen = self._predict(loader, islice(loader, count), min(count * share, loader.rows))
+        seen = self._predict_seen(SAMPLES)
         return problem if metrics.classification(*seen)["log_loss"] > DIVERGED else ""
 
     def _warn_of_collapse(self, logits: Tensor, split: str, step: int) -> bool:
@@ -130,6 +128,13 @@ class HeldOut:
                 f"each of the {len(logits):,} {split} rows, and may never recover: {REMEDY}"
             )
         return True
+
+    def _predict_seen(self, rows: int) -> tuple[Tensor, ...]:
+        """Logits, labels and any weights of the first training rows, about ``rows`` of them."""
+        loader = self._seen()
+        share = loader.batch_size * self._world.size
+        count = min(-(-rows // share), len(loader))
+        return self._predict(loader, islice(loader, count), min(count * share, loader.rows))
 
     def _predict(
         self,
