@@ -248,9 +248,9 @@ class RunConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for initialization and shuffling."""
     calibrate: bool = True
-    """Calibrate the scores in each evaluation on validation rows, if there are any: shift the logits
-    so that their average is right on training rows, and scale them so that the log loss on the
-    validation rows is least. Their order, and so AUC, stays the same."""
+    """Calibrate the scores in each evaluation on validation rows: shift the logits so that their
+    average is right on training rows, and scale them so that the log loss on the validation rows is
+    least. Their order, and so AUC, stays the same."""
     negatives: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training rows with label 0 that are kept, chosen by seed, the same in every
     epoch. The loss accounts for it, so that probabilities are those of all rows."""

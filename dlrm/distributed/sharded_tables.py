@@ -26,6 +26,7 @@ from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
@@ -147,7 +148,7 @@ class ShardedTables(Embedding):
         for table, rows in enumerate(self.num_embeddings):
             for start in range(0, rows, CHUNK):
                 drawn = like.new_empty(min(CHUNK, rows - start), self.embedding_dim)
-                nn.init.uniform_(drawn, -(rows**-0.5), rows**-0.5)
+                nn.init.uniform_(drawn, -initial_bound(rows), initial_bound(rows))
                 for name, chunk in self.chunks(table):
                     chunk.copy_rows(self.get_parameter(name), drawn, start)
 

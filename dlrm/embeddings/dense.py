@@ -14,8 +14,9 @@ from dlrm.embeddings.shared_rows import SharedRows
 class Dense(SharedRows):
     """Every row in full: all tables, one after another, in one weight ``[sum(V), D]``.
 
-    Rows start as U(-1/sqrt(V), 1/sqrt(V)), as in Naumov et al., "Deep Learning Recommendation
-    Model for Personalization and Recommendation Systems", arXiv 1906.00091.
+    Rows start as U(-0.1/sqrt(V), 0.1/sqrt(V)), a tenth of what they start as in Naumov et al.,
+    "Deep Learning Recommendation Model for Personalization and Recommendation Systems", arXiv
+    1906.00091; see :mod:`dlrm.embeddings.common.initial_rows`.
     """
 
     grows = True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels import require_integers
@@ -121,7 +122,7 @@ class Dynamic(CountsIds, SharedRows):
         index = SlotIndex.empty(slots, Eviction(evict, half_life, age), Admission(admit, chance))
         self._rules = index.eviction, index.admission
         known = zip(num_embeddings, slots, strict=True)
-        self.bounds = [(own if ids >= MANY_IDS else ids) ** -0.5 for ids, own in known]
+        self.bounds = [initial_bound(own if ids >= MANY_IDS else ids) for ids, own in known]
         for name in _STATE:
             self.register_buffer(f"_{name}", getattr(index, name))
         self.register_buffer("_seed", torch.randint(2**62, ()))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import Ids, PrefetchesRows
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import empty_on_host
@@ -86,7 +87,7 @@ class Offload(PrefetchesRows, Embedding):
         """Initialize the rows like those of dense tables."""
         self.cached.release()
         for rows in self.weight.split(self.num_embeddings):
-            nn.init.uniform_(rows, -(len(rows) ** -0.5), len(rows) ** -0.5)
+            nn.init.uniform_(rows, -initial_bound(len(rows)), initial_bound(len(rows)))
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.paged import Pages, ReplicaParameter, pages_of
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
@@ -163,7 +164,7 @@ class Paged(Embedding):
         for table, count in zip(self.num_embeddings, self._page_counts, strict=True):
             for replicas in islice(pages, count):
                 drawn = torch.empty(replicas[0].shape, dtype=replicas[0].dtype)
-                nn.init.uniform_(drawn, -(table**-0.5), table**-0.5)
+                nn.init.uniform_(drawn, -initial_bound(table), initial_bound(table))
                 for rows in replicas:
                     rows.copy_(drawn)
 

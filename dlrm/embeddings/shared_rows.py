@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
@@ -98,10 +99,10 @@ class SharedRows(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the rows: U(-b, b) with b = sqrt(D / row_dim / V) for a table of V ids."""
+        """Initialize the rows: U(-b, b) with b = 0.1 sqrt(D / row_dim / V) for a table of V ids."""
         scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5 / self.scale
         for table, rows in enumerate(self.num_embeddings):
-            bound = scale * rows**-0.5
+            bound = scale * initial_bound(rows)
             for _, part in self.rows_to_write(table):
                 nn.init.uniform_(part, -bound, bound)
 

@@ -21,6 +21,7 @@ from dlrm.data.prepare.fingerprint import other_data, require_same_ids, same_val
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import make_table_plan, owners_of
 from dlrm.training.checkpoint import load_model
@@ -67,7 +68,7 @@ class NewRows(NamedTuple):
             more = int(new.sum())
             if self.start == "random":
                 rows = torch.rand(more, old.shape[1], generator=random).mul_(2).sub_(1)
-                rows *= column.cardinality**-0.5
+                rows *= initial_bound(column.cardinality)
             elif self.start == "unseen" and column.oov_id is not None:
                 rows = old[column.oov_id].expand(more, -1)
             else:
