@@ -1,4 +1,4 @@
-"""Calibration on validation rows: the scale of least loss, in the model, its run and its export."""
+"""Calibration: the average by training rows, the spread by validation rows, in evaluations alone."""
 
 import pytest
 import torch
@@ -8,38 +8,44 @@ from dlrm.model import DLRM
 from dlrm.training.calibration import fit_calibration
 
 
-def rows(sure, count=20_000):
-    """Logits that are ``sure`` times too far from the average, and labels."""
-    generator = torch.Generator().manual_seed(0)
-    right = torch.randn(count, generator=generator) - 1.5
-    labels = torch.bernoulli(right.sigmoid(), generator=generator)
-    return (right + 1.5) * sure - 1.5, labels
+def rows(sure, off=0.0, average=-1.5, seed=0, count=20_000):
+    """Logits that are ``sure`` times too far from the average and ``off`` too high, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    distance = torch.randn(count, generator=generator).double()
+    labels = torch.bernoulli((distance + average).sigmoid(), generator=generator)
+    return distance * sure + average + off, labels
 
 
-@pytest.mark.parametrize("sure", [0.7, 1.0, 1.8])
-def test_the_scale_with_the_least_loss(sure):
-    logits, labels = (values.double() for values in rows(sure))
-    scale, shift = fit_calibration(logits, labels)
+@pytest.mark.parametrize(("sure", "off"), [(0.7, 0.0), (1.0, 0.6), (1.8, -0.4)])
+def test_average_and_spread_are_right_afterwards(sure, off):
+    seen, later = rows(sure, off), rows(sure, off, seed=1)
+    scale, shift = fit_calibration(seen, later)
     assert scale == pytest.approx(1 / sure, rel=0.06)
-    best = loss(logits * scale + shift, labels)
-    center = shift / (1 - scale)
+    best = loss(later[0] * scale + shift, later[1])
+    assert best == pytest.approx(float(loss(rows(1.0, seed=1)[0], later[1])), abs=0.004)
     for other in (0.9 * scale, 1.1 * scale):
-        assert loss((logits - center) * other + center, labels) > best
-    mean = float(logits.sigmoid().mean())
-    assert float(torch.sigmoid(torch.tensor(center))) == pytest.approx(mean, rel=1e-3)
+        center = shift / (1 - scale) if scale != 1 else 0.0
+        assert loss((later[0] - center) * other + center, later[1]) > best
+
+
+def test_a_drift_of_the_validation_rows_does_not_move_the_average():
+    seen, later = rows(1.0), rows(1.0, off=0.8, average=-2.3, seed=1)  # half as many are positive
+    scale, shift = fit_calibration(seen, later)
+    assert (
+        abs(float((later[0] * scale + shift).sigmoid().mean() - later[0].sigmoid().mean())) < 0.02
+    )
 
 
 def test_rows_that_do_not_count_and_scores_that_say_nothing():
-    logits, labels = rows(1.8)
+    seen, (logits, labels) = rows(1.0), rows(1.8, seed=1)
     weights = torch.ones_like(labels)
     weights[10_000:] = 0
-    assert fit_calibration(logits, labels, weights) == pytest.approx(
-        fit_calibration(logits[:10_000], labels[:10_000]), rel=1e-9
-    )
+    half = fit_calibration(seen, (logits[:10_000], labels[:10_000]))
+    assert fit_calibration(seen, (logits, labels, weights)) == pytest.approx(half, rel=1e-9)
+    assert 0.8 < fit_calibration(seen, (logits[:20], labels[:20]))[0] < 1.2  # too few to say much
     same = torch.full((500,), -2.0)
-    assert fit_calibration(same, torch.ones(500)) == (1.0, 0.0)
-    assert 0.9 < fit_calibration(logits[:20], labels[:20])[0] < 1.1  # too few rows to say much
-    assert fit_calibration(1e6 * logits, labels)[0] == 0.25  # diverged, and stays so
+    assert fit_calibration((same, torch.ones(500)), (same, torch.ones(500)))[0] == 1
+    assert fit_calibration(seen, (1e6 * logits, labels))[0] == 0.25  # diverged, and stays so
 
 
 def test_only_evaluations_are_calibrated():
