@@ -1,4 +1,4 @@
-"""Calibration: the average by training rows, the spread by validation rows, in evaluations alone."""
+"""Calibration: the average by training rows, the spread by validation rows; not in training."""
 
 import pytest
 import torch
