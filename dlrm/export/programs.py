@@ -106,6 +106,8 @@ def save_program(program: ExportedProgram, path: Path) -> None:
 
 
 def _placeholder(value: Tensor) -> Tensor:
+    if not value.numel():
+        return value  # such as a layer of no numbers; PyTorch can't write an expanded empty tensor
     fill = float("nan") if value.is_floating_point() else 0
     return torch.full((), fill, dtype=value.dtype).expand(value.shape)
 

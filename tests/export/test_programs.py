@@ -141,6 +141,14 @@ def test_number_formats(case, precision, bound):
         assert held < {"bf16": 0.52, "int8": 0.3, "int4": 0.18}[precision] * trained
 
 
+def test_a_program_of_a_table_without_numbers(tmp_path):
+    sizes = {"bottom_mlp": (16,), "top_mlp": (16,)}
+    model = DLRM(0, ROWS, 16, [("dense", {})] * 5, **sizes).eval()
+    scores = reloaded(trace(InferenceModel(model, [False] * 5), 0), tmp_path / "model.pt2")
+    dense, ids = torch.empty(0, 7), batch_of(7)[0][1]
+    torch.testing.assert_close(scores(dense, ids), torch.sigmoid(model(dense, ids)))
+
+
 def test_a_program_without_its_weights_scores_nothing(tmp_path):
     program = trace(InferenceModel(model_of("dense"), [False] * 5), 3)
     save_program(program, tmp_path / "model.pt2")
