@@ -296,7 +296,8 @@ class Run:
         self.tracker.log(self.steps, sizes)
 
         note_plan(config, spec, sizes["embeddings/compression"])
-        opening = report.opening(config.emb, self.model, meta.splits, sizes)
+        steps = config.epochs * len(self.train_data)
+        opening = report.opening(config.emb, self.model, meta.splits, sizes, steps)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
         shown = sharding, auto_plan(config, spec, tables, ids), opening, sampled
         print(*filter(None, shown), sep="\n")

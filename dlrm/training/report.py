@@ -28,6 +28,9 @@ QUALITY = (
     *("log_loss", "accuracy", "normalized_entropy", "calibration"),
 )
 
+FEW_STEPS = 20
+"""With fewer, a model is about as good as before."""
+
 TOO_GOOD = 0.999
 """Clicks are never predicted as well as this."""
 
@@ -69,14 +72,18 @@ def with_unit(name: str, value: float) -> str:
     return f"{value:,.0f}"
 
 
-def opening(kind: str, model: DLRM, splits: Mapping[str, Split], sizes: Mapping[str, float]) -> str:
-    """What is about to be trained, in one line, and a warning of each split of equal labels.
+def opening(
+    kind: str, model: DLRM, splits: Mapping[str, Split], sizes: Mapping[str, float], steps: int
+) -> str:
+    """What is about to be trained, in one line, a warning of each split of equal labels, and a note
+    if there are too few steps to learn from.
 
     Args:
         kind: of the embeddings.
         model: the model.
         splits: the rows, by name.
         sizes: ``embeddings/bytes`` and the like.
+        steps: of all epochs.
     """
     dense = model.dense_parameters()
     rows = splits["train"].rows
@@ -94,6 +101,9 @@ def opening(kind: str, model: DLRM, splits: Mapping[str, Split], sizes: Mapping[
             if name == "train":
                 advice = "look at how labels were read"
             text += f"\nwarning: all {name} rows have the label {label}: {advice}"
+    if steps < FEW_STEPS:
+        text += f"\nnote: that is {steps} step{'s' * (steps != 1)}, too few to learn much: raise "
+        text += "--epochs, or lower --batch_size"
     return text
 
 

@@ -41,8 +41,10 @@ def test_equal_labels_of_a_split_are_pointed_out():
     sizes = {"embeddings/bytes": 80, "embeddings/compression": 1, "embeddings/optimizer_bytes": 0}
     model = DLRM(2, [10], 2, [("dense", {})], bottom_mlp=[4], top_mlp=[4])
     splits = {"train": split(9, 3), "val": split(0, 0), "test": split(2, 2)}
-    told = opening("dense", model, splits, sizes).splitlines()
+    told = opening("dense", model, splits, sizes, 20).splitlines()
     assert told[0].startswith("dense on cpu: 9 training rows")
     assert told[1:] == [
         "warning: all test rows have the label 1: they have no AUC; give test more rows"
     ]
+    note = "note: that is 1 step, too few to learn much: raise --epochs, or lower --batch_size"
+    assert opening("dense", model, splits, sizes, 1).splitlines() == [*told, note]
