@@ -60,6 +60,9 @@ def test_a_model_scores_rows_in_any_form(model, frame, tmp_path):
     one = [{"user": "new"}, {"price": None, "user": None}]
     with pytest.raises(ValueError, match="the rows have no column 'when'"):
         model.predict(one)
+    for kind in ("user", "tags"):
+        with pytest.raises(ValueError, match=f"column '{kind}': it holds list.* not single values"):
+            model.predict(frame.assign(**{kind: [[["a"]]] * 400}))
 
 
 def test_a_model_is_evaluated_saved_and_loaded(model, frame, tmp_path):
@@ -166,7 +169,10 @@ def test_a_table_may_have_an_odd_shape(frame, change):
         (lambda frame: frame[["clicked"]], {}, "no column"),
         (lambda frame: frame.assign(clicked="x"), {}, "clicked"),
         (lambda frame: frame.assign(clicked=range(len(frame))), {}, "clicked"),
-        (lambda frame: frame.assign(user=[1, "a"] * 200), {}, "the rows are no table: .*user"),
+        (lambda frame: frame.assign(user=[1, "a"] * 200), {}, "no table: .*user.*of one type"),
+        (lambda frame: frame[["user", "user"]], {}, "no table: .*user.*give columns names of"),
+        (lambda frame: frame["user"], {}, "the rows are no table: .*; give a DataFrame"),
+        (None, {"columns": {"tags": "category"}}, "'tags'.* it holds list.*another kind"),
         (lambda frame: "nowhere.csv", {}, "nowhere.csv: no such file"),
         (None, {"epoch": 1}, "unknown option epoch, did you mean --epochs?"),
         (None, {"optim": {"lr": "fast"}}, "optim.lr is 'fast', it must be a number"),

@@ -87,7 +87,8 @@ def as_batch(rows: Any) -> pa.RecordBatch:
     list of mappings, one for each row.
 
     Raises:
-        ValueError: they are no table, or a column has values of several types.
+        ValueError: they are no table, two columns have one name, or a column has values of several
+            types.
     """
     if isinstance(rows, pa.RecordBatch):
         return rows
@@ -100,9 +101,10 @@ def as_batch(rows: Any) -> pa.RecordBatch:
         elif not isinstance(rows, pa.Table):
             rows = pa.Table.from_pandas(rows, preserve_index=False)
     except (pa.ArrowException, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"the rows are no table: {error}; give a DataFrame, an Arrow table or a path"
-        ) from None
+        advice = "give a DataFrame, an Arrow table, a mapping of columns, or a list of mappings"
+        if hasattr(rows, "columns") or isinstance(rows, Mapping):
+            advice = "give columns names of their own, and each values of one type"
+        raise ValueError(f"the rows are no table: {error}; {advice}") from None
     columns = [column.combine_chunks() for column in rows.columns]
     return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
 

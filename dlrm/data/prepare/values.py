@@ -76,6 +76,9 @@ def categories(
     Raises:
         BadValue: bytes are not UTF-8, or the type is none of these.
     """
+    if pa.types.is_nested(array.type):
+        problem = f"it holds {array.type}, not single values"
+        raise BadValue(name, None, f"{problem}; give one a row, or make it another kind")
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
     indices, values = array.indices, as_texts(array.dictionary, name)
