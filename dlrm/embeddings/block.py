@@ -28,7 +28,7 @@ class Block(SharedRows):
     ids are in order of falling frequency.
 
     Where ``dim`` is the embedding dim there is no ``L``, and the tables are dense. Rows of the
-    composed table start with the deviation of dense rows, ``1 / sqrt(3 V)``. The rows of ``L``
+    composed table start with the deviation of dense rows, ``0.1 / sqrt(3 V)``. The rows of ``L``
     start orthonormal, so that gradients of ``W`` are as large as those of a dense table.
 
     Args:

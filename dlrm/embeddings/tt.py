@@ -172,7 +172,7 @@ class TT(CachesHotRows, Embedding):
     def reset_parameters(self) -> None:
         """Draw the cores, such that the rows of a table have a standard deviation of 1 / sqrt(3 V).
 
-        This is the deviation of U(-1/sqrt(V), 1/sqrt(V)), the distribution of dense tables. As in
+        This is the deviation of U(-1/sqrt(V), 1/sqrt(V)), as of the reference DLRM's tables. As in
         the paper, no entry is near zero: entries are normal, given that ``|x| >= 2``. Slices get
         equal norms, so rows with the same first digit deviate like all rows. Then the cores are
         scaled by the mean square of the product, which :func:`mean_square` computes exactly for any
