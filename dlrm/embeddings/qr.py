@@ -27,8 +27,8 @@ class QR(Embedding):
     """``row = Q[id // collisions] op R[id % collisions]``: no two ids have the same pair of rows.
 
     Rows are composed for each id and pooled afterwards. Rows of the composed table start with the
-    deviation ``1 / sqrt(3 V)``, as in the reference DLRM. Of int4 tables the quotient rows have 4 bits and the
-    remainder rows, which are few, 8.
+    deviation ``1 / sqrt(3 V)``, as in the reference DLRM. Of int4 tables the quotient rows have 4
+    bits and the remainder rows, which are few, 8.
 
     Args:
         collisions: how many ids share a quotient row, which is also the number of remainder rows.

@@ -105,6 +105,7 @@ def boost(options: Namespace) -> None:
         require_rows(options.data, meta, split)
     if meta.multi_hot:
         raise ValueError(f"{options.data} has lists of ids; trees take one id per row and column")
+
     names = [name for name in ("train", "val", "test") if meta.has_rows(name)]
     splits = [read(options.data, meta, name) for name in names]
     labels = {
@@ -119,11 +120,13 @@ def boost(options: Namespace) -> None:
     except ImportError:
         raise ValueError("the package lightgbm is not installed: pip install lightgbm") from None
 
+    # The rows, and when to stop.
     inputs = dict(zip(names, features(meta, splits), strict=True))
     train = lightgbm.Dataset(inputs["train"], labels["train"])
     held_out = [train.create_valid(inputs[n], labels[n]) for n in names if n == "val"]
     stop: list[Any] = [lightgbm.early_stopping(PATIENCE, verbose=False) for _ in held_out]
     rounds = ROUNDS if held_out else WITHOUT_VALIDATION
+
     results = []
     for seed in range(options.seeds):
         model = lightgbm.train(

@@ -123,6 +123,8 @@ def draw(results: list[dict[str, Any]], trees: Mapping[str, Any], path: Path) ->
     figure, axes = plt.subplots(
         len(PANELS), len(logs), figsize=size, layout="constrained", squeeze=False
     )
+
+    # A line for each kind, and one for each of the two that have no ratio.
     kinds = sorted({row["kind"] for row in results} - {"dense"})
     for (row, metric), (column, log) in product(enumerate(PANELS), enumerate(logs)):
         panel, own = axes[row, column], [each for each in results if each["log"] == log]
@@ -136,6 +138,7 @@ def draw(results: list[dict[str, Any]], trees: Mapping[str, Any], path: Path) ->
             panel.axhline(trees[log][metric], color="gray", linestyle="--", label="trees")
         log_x_axis(panel, "compression")
         panel.set_title(f"{log}: {metric.replace('_', ' ')}")
+
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
     write_plot(figure, path)
     return figure

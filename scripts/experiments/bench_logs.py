@@ -96,6 +96,8 @@ def flights(directory: Path) -> Log:
         "late": (rows["arr_delay"] > LATE).astype(int),
         "delayed": (rows["dep_delay"] > LATE).astype(int),
     }
+
+    # The columns, and crosses of them.
     times = pd.to_datetime(rows["time_hour"])
     rows["weekday"] = times.dt.day_of_week
     rows["flight"] = rows["carrier"] + rows["flight"].astype(str)
@@ -111,7 +113,7 @@ def flights(directory: Path) -> Log:
 
 
 def baskets(directory: Path) -> Log:
-    """What households bought in a year."""
+    """The products that households bought in a year."""
     rows = pd.read_parquet(directory / "transactions.parquet")
     rows = rows[rows["household_id"] * 0.6180339887498949 % 1 < HOUSEHOLDS]
     rows = rows.sort_values("transaction_timestamp", kind="stable", ignore_index=True)
@@ -120,6 +122,8 @@ def baskets(directory: Path) -> Log:
         "discount": (rows["retail_disc"] > 0).astype(int),
         "several": (rows["quantity"] > 1).astype(int),
     }
+
+    # The columns, and crosses of them.
     times = pd.to_datetime(rows["transaction_timestamp"])
     rows["hour"], rows["weekday"] = times.dt.hour, times.dt.day_of_week
     short = {"household_id": "household", "store_id": "store", "product_id": "product"}
