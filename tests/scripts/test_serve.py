@@ -150,7 +150,7 @@ def test_bad_requests_are_answered(served, exported):
         as_json([{**row, "price": [1]}]): "column 'price': it holds list",
         as_json([{**row, "price": 10**400}]): "the body does not fit",
         as_json([{}, {}]): "the rows have none of the columns price, user",
-        as_json([{**row, "user": {}}]): "has no kernel matching input types (struct",
+        as_json([{**row, "user": {}}]): "column 'user': it holds struct",
     }.items():
         status, error = served.error(body)
         assert (status, problem in error) == (400, True), (body[:50], error)
