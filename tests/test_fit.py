@@ -65,6 +65,13 @@ def test_a_model_scores_rows_in_any_form(model, frame, tmp_path):
             model.predict(frame.assign(**{kind: [[["a"]]] * 400}))
 
 
+def test_bools_are_the_same_in_any_file(frame, tmp_path):
+    frame = frame[["user", "clicked"]].assign(paid=frame["price"] > 20)
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    model = dlrm.fit(tmp_path / "rows.csv", "clicked", **SMALL)
+    assert (model.predict(frame) == model.predict(tmp_path / "rows.csv")).all()
+
+
 def test_a_model_is_evaluated_saved_and_loaded(model, frame, tmp_path):
     found = model.evaluate(frame)
     assert 0 < found["auc"] < 1

@@ -27,3 +27,12 @@ def hash_texts(values: pa.Array) -> NDArray[np.uint64]:
 
     objects = values.to_numpy(zero_copy_only=False).astype(object)
     return pd.util.hash_array(objects, categorize=False)
+
+
+def plain_bools(values: pa.Array) -> pa.Array:
+    """Texts with bools as those of Parquet and JSON are written; pandas writes "True" to CSV."""
+    if not pc.any(pc.is_in(values, pa.array(["True", "False"], values.type))).as_py():
+        return values
+    for text in ("True", "False"):
+        values = pc.if_else(pc.equal(values, text), text.lower(), values)
+    return values

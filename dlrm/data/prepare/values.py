@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .bad_rows import BadValue, shown
 from .hex_keys import hex_keys, modulo
 from .number_texts import Marks, find_marks
-from .text_hashes import hash_values
+from .text_hashes import hash_values, plain_bools
 
 NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
@@ -83,7 +83,7 @@ def categories(
         array = array.dictionary_encode()
     indices, values = array.indices, as_texts(array.dictionary, name)
     values = pc.if_else(pc.is_in(values, pa.array(missing, values.type)), "", values)
-    values = values.fill_null("")
+    values = plain_bools(values.fill_null(""))
     if indices.null_count:
         indices = indices.fill_null(len(values)) if len(values) < 2**31 - 1 else indices
         values = pa.concat_arrays([values, pa.array([""], values.type)])

@@ -24,7 +24,7 @@ from ...utils.atomic import atomic_write
 from ..parquet import reason, whole_table
 from .extend_ids import extend_ids
 from .hex_keys import MISSING, hex_keys, hex_strings, sort_keys
-from .text_hashes import hash_texts
+from .text_hashes import hash_texts, plain_bools
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
 # Both are far faster than a loader needs, so take the smaller one.
@@ -223,6 +223,8 @@ class Vocabulary:
             schema = pa.schema([*schema, *there])
             table = read_vocabulary(file, schema.names).cast(schema)
         values = table["value"].combine_chunks()
+        if not hexadecimal:
+            values = plain_bools(values)  # of an earlier version
         oov_id = pc.index(values.is_null(), True).as_py()
         return cls(
             values=values,
