@@ -96,7 +96,7 @@ class HeldOut:
         self.plots = Plots.of(split, *scores)
         if step and not self._collapsed:
             self._collapsed = self._warn_of_collapse(scores[0], split, step)
-        self.diverged = self._divergence(values["log_loss"], step) if step else ""
+        self.diverged = self._divergence(self._uncalibrated_loss(*scores), step) if step else ""
         if self.diverged and split == "val" and self._world.first:
             print_error(f"warning: {self.diverged}")
         return values
@@ -115,7 +115,18 @@ class HeldOut:
         if log_loss > OVERFITTED:
             return problem
         seen = self._predict_seen(SAMPLES)
-        return problem if metrics.classification(*seen)["log_loss"] > DIVERGED else ""
+        return problem if self._uncalibrated_loss(*seen) > DIVERGED else ""
+
+    def _uncalibrated_loss(
+        self, logits: Tensor, labels: Tensor, weights: Tensor | None = None
+    ) -> float:
+        """The log loss of scores without the calibration, which would hide that they diverged."""
+        scale, shift = self._model.calibration.tolist()
+        logits, labels = (logits.double() - shift) / scale, labels.double()
+        losses = torch.nn.functional.softplus(logits) - logits * labels
+        if weights is None:
+            return float(losses.mean())
+        return float((losses * weights).sum() / weights.sum())
 
     def _warn_of_collapse(self, logits: Tensor, split: str, step: int) -> bool:
         """Whether all scores are equal: if no unit of a layer is active on any row, only the biases

@@ -23,7 +23,7 @@ def latest(run):
 def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, result, tmp_path):
     train("run", *ADAM, "--optim.lr", "0.01", "--max_steps", "20", "--eval_every", "10")
     assert latest(tmp_path / "run") == "step_20"
-    far = ["--optim.lr", "100", "--max_steps", "35"]
+    far = ["--optim.lr", "1000", "--max_steps", "35"]
     done = run("train", "--resume", tmp_path / "run", *far, status=2)
     assert f"warning: {TEXT} at step 30 the log loss is " in done.stderr
     assert done.stderr.count(f"error: {TEXT}") == 1
@@ -43,7 +43,7 @@ def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
 
 def test_a_model_that_collapsed_to_a_constant_says_so_once(train, result, tmp_path):
     """A rate so high that no unit of a layer is active any more, on any row."""
-    far = [*ADAM, "--optim.lr", "0.5", "--optim.warmup_steps", "0", "--patience", "0"]
+    far = [*ADAM, "--optim.lr", "1", "--optim.warmup_steps", "0", "--patience", "0"]
     done = train("run", *far, "--max_steps", "60", "--eval_every", "20")
     assert result(tmp_path / "run")["test/auc"] == 0.5
     (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
