@@ -61,7 +61,7 @@ class Dynamic(CountsIds, SharedRows):
         evict: which id loses its row. lfu: the least frequently used one, by the number of steps
             that used it, which halves every ``half_life`` steps; lru: the least recently used one;
             age: the same, but only if unused for ``age`` steps; score: the one with the lowest
-            score, see :meth:`set_clock`.
+            score, which code sets with set_clock.
         half_life: steps in which the frequency of an unused id halves.
         age: steps for which an unused id keeps its row under ``--dynamic.evict age``.
         admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little

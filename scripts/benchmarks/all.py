@@ -60,6 +60,7 @@ ON_GPU = {
     "tt": Entry("tt --variants tf32"),
     "interaction": Entry("interaction"),
     "basis": Entry("basis"),
+    "dynamic": Entry("dynamic"),
     "offload": Entry("offload --variants dense offload --rules sgd rowwise_adagrad adam", 600),
     "offload_large": Entry("offload --large --variants offload --rules sgd", 600),
     "pages": Entry("pages"),

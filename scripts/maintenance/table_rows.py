@@ -163,6 +163,17 @@ def offloaded(result: Result) -> Iterator[Mapping[str, Any]]:
             yield {**r, "share": share}
 
 
+# Of docs/dynamic.md
+
+
+def dynamic_steps(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Steps of dynamic tables, next to what NVIDIA published for ten tables on an H100."""
+    peers = {(10, "sgd"): "1.92", (10, "adam"): "2.19"}
+    for r in result["results"]:
+        if "rule" in r:
+            yield {**r, "peer": peers.get((r["tables"], r["rule"]), "")}
+
+
 # Of docs/data.md
 
 
