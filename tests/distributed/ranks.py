@@ -139,8 +139,9 @@ def check_training(world, name, kind, **options):
         dist.all_gather(copies, tensor.detach().contiguous())
         assert all(torch.equal(copies[0], copy) for copy in copies), f"{name}: replicas differ"
     if exact and "rule" not in options:  # Adam magnifies what rounding leaves of a gradient
-        # What is left of a sum may round an int8 weight up instead of down.
-        noise = 1e-2 if options.get("dtype") == "int8" else 1e-5
+        # What is left of a sum may round an int8 weight up instead of down, and Adagrad's first
+        # step magnifies it where gradients nearly cancel.
+        noise = 1e-2 if options.get("dtype") == "int8" else 1e-3
         for found, expected in zip(tables, whole.sparse_arch.to_dense(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=noise, msg=name)
 
