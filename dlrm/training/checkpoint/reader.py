@@ -219,7 +219,10 @@ class Checkpoint:
             state = DLRM(**{**spec, "plan": flat}).state_dict()
         described = sum(math.prod(value.size()) for value in state.values())
         if described != (stored := self._numbers("model.")):
-            raise ValueError(f"its model has {described:,} numbers, its tensors {stored:,}")
+            raise ValueError(
+                f"its model has {described:,} numbers, its tensors {stored:,}: it is damaged, or of "
+                "another version of this program; use that version, or train again"
+            )
 
     def close(self) -> None:
         """Close the files."""
