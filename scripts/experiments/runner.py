@@ -147,7 +147,7 @@ class Runner:
             print(messages.getvalue(), end="", file=sys.stderr)
             raise
 
-        data, result = resolved["data"], read_result(self.directory / name)
+        result = read_result(self.directory / name)
         options, old = (without(each, HOUSEKEEPING) for each in (resolved, result["options"]))
         changed = [o for o in options.keys() & old.keys() if options[o] != old[o]]
         if changed:
@@ -156,6 +156,7 @@ class Runner:
                 "choose another --runs, or remove it"
             )
 
+        data = resolved.get("data")
         if "rows" in result and result["rows"] != Meta.read(data, allow_outside=True).counts:
             raise ValueError(
                 f"{self.directory / name} has finished on other rows than {data} has now: choose "
