@@ -139,8 +139,7 @@ def log(rng: random.Random, directory: Path) -> Case:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
     def run() -> Outcome:
-        with Tracker(directory, step=4):
-            pass
+        Tracker(directory, step=4).close()
         entries = [json.loads(line) for line in path.read_text().splitlines()]
         others = [e for i, e in enumerate(ENTRIES[:5]) if i != number]
         kept = [entry for entry in entries if entry in others]
