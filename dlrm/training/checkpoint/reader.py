@@ -220,8 +220,8 @@ class Checkpoint:
         described = sum(math.prod(value.size()) for value in state.values())
         if described != (stored := self._numbers("model.")):
             raise ValueError(
-                f"its model has {described:,} numbers, its tensors {stored:,}: it is damaged, or of "
-                "another version of this program; use that version, or train again"
+                f"its model has {described:,} numbers, its tensors {stored:,}: it is damaged, or "
+                "of another version of this program; use that version, or train again"
             )
 
     def close(self) -> None:
