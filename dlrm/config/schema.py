@@ -226,7 +226,7 @@ class RunConfig:
     """Memory for all embeddings, for example 20MB, or 100x less than dense tables. It sets the
     options of the kind."""
     budget_counts: Literal["serving", "training"] = "serving"
-    """What --budget counts: the embeddings as they are served, or with the state of their
+    """Whether --budget counts the embeddings as they are served, or also the state of their
     optimizer; 100x is then relative to dense tables with theirs."""
     data: Directory = "data/demo"
     """Directory of prepared data: from dlrm prepare (scripts/prepare_table.py, and with --criteo

@@ -66,7 +66,7 @@ class _Column:
         self.means = np.zeros(len(self.ranges))
 
     def score(self) -> Floats:
-        """What the ids of each row say together, ``[N]``."""
+        """The mean of what the ids of each row say, ``[N]``."""
         means = self.means[self.ids]
         if self.rows is None or self.lengths is None:
             return means

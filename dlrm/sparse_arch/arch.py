@@ -268,7 +268,7 @@ class SparseArch(nn.Module):
         return values
 
     def id_counts(self) -> dict[str, float]:
-        """What became of the ids in training so far, of tables whose rows belong to the ids that
+        """Counts of the ids in training so far, of tables whose rows belong to the ids that
         occur; empty without such tables. See :meth:`CountsIds.id_counts`.
         """
         total = Counter[str]()

@@ -210,7 +210,7 @@ class StepGraphs:
         self._seen[kind] += 1
 
         # The short last batch of an epoch is not worth the seconds of compiling for its size. But
-        # a resumed run counts anew how often it came, and a step that is compiled has other bits.
+        # a resumed run counts from 0 how often it came, and a step that is compiled has other bits.
         compiled = not self._captured or any(key.size == other.size for other in self._captured)
         compiled |= torch.are_deterministic_algorithms_enabled()
         if not compiled and self._seen[kind] < WARM_UP:

@@ -156,8 +156,10 @@ class Runner:
                 "choose another --runs, or remove it"
             )
 
-        data = resolved.get("data")
-        if "rows" in result and result["rows"] != Meta.read(data, allow_outside=True).counts:
+        if "rows" not in result:
+            return
+        data = resolved["data"]
+        if result["rows"] != Meta.read(data, allow_outside=True).counts:
             raise ValueError(
                 f"{self.directory / name} has finished on other rows than {data} has now: choose "
                 "another --runs, or remove it"
