@@ -34,7 +34,6 @@ import pandas as pd
 from dlrm.data.schema import Meta
 from dlrm.training.run_directory import has_checkpoint
 from dlrm.utils.program import Parser, count_arg, exit_status, positive_arg
-from dlrm.utils.streams import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
 from scripts.benchmarks import harness
@@ -101,15 +100,6 @@ def arguments() -> Parser:
         help="also compress the first dense model, and train it for this number of steps",
     )
     add("--fine-tune-lr", type=positive_arg, default=5e-4, help="learning rate of these steps")
-    add(
-        "--together",
-        type=count_arg,
-        default=1,
-        choices=range(1, MODELS + 1),
-        metavar="N",
-        help="models of one seed that a process trains next to each other, on the same rows: small "
-        "batches leave most of a GPU idle (default: %(default)s)",
-    )
     add_run_arguments(parser, "tt_rec")
     return parser
 
@@ -197,7 +187,7 @@ def reproduce(options: argparse.Namespace) -> None:
 
     common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
     common += [f"--{option}" for option in options.options]
-    runner = Runner(options.runs, options.jobs, common, options.together)
+    runner = Runner(options.runs, options.jobs, common)
 
     report = {
         "data": Path(options.data).name,

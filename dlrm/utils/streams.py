@@ -78,43 +78,14 @@ PURPOSES = {
 """Purposes of the streams of a GPU, with their priorities; the current stream has priority 0, and
 -1 is higher."""
 
-BY_MODEL = ("steps", "sorts", "parallel")  # models that train side by side can't share these
-MODELS = 8  # that can train side by side: PyTorch has 32 streams of each priority
-_model = 0  # the model whose streams are in use, see streams_of_model
-
 
 @cache
-def _streams(index: int, model: int) -> dict[str, torch.cuda.Stream]:
+def _streams(index: int) -> dict[str, torch.cuda.Stream]:
     """Create one stream for each purpose, all together, so that no two are the same."""
     return {
         purpose: torch.cuda.Stream(index, priority=priority)
-        if purpose in BY_MODEL or not model
-        else _streams(index, 0)[purpose]
         for purpose, priority in PURPOSES.items()
     }
-
-
-@contextmanager
-def streams_of_model(number: int) -> Iterator[None]:
-    """Give the model that is built and captured in this block streams of its own.
-
-    Captured steps of two models can run at the same time only if they share no stream: matrix
-    products use a workspace in memory that belongs to a stream.
-
-    Args:
-        number: number of the model, below :data:`MODELS`; 0 is used outside of such blocks.
-
-    Raises:
-        ValueError: PyTorch has no more streams, and would give two models the same one.
-    """
-    global _model
-    if not 0 <= number < MODELS:
-        raise ValueError(f"model {number}: at most {MODELS} of a GPU have streams of their own")
-    before, _model = _model, number
-    try:
-        yield
-    finally:
-        _model = before
 
 
 def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
@@ -126,14 +97,10 @@ def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
     a capture would record kernels that are not part of the step.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _streams(index, _model)[purpose]
+    return _streams(index)[purpose]
 
 
 @cache
-def _side_stream(device: torch.device, purpose: str, model: int) -> SideStream:
-    return SideStream(stream_of(device, purpose) if device.type == "cuda" else None)
-
-
 def side_stream_of(device: torch.device, purpose: str = "parallel") -> SideStream:
     """Return the side stream of a device for a purpose, the same one for every caller."""
-    return _side_stream(device, purpose, _model)
+    return SideStream(stream_of(device, purpose) if device.type == "cuda" else None)

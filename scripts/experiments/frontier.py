@@ -60,7 +60,7 @@ def arguments() -> Parser:
     add = parser.add_argument
     add("--data", required=True, help="prepared directory")
     add("--config", help="configuration of the runs: a YAML file for train.py")
-    add("--kinds", nargs="+", default=KINDS, help="kinds to compare with dense")
+    add("--kinds", nargs="*", default=KINDS, help="kinds to compare with dense")
     ratios = [2, 10, 30, 100, 300, 1000]
     add("--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios")
 

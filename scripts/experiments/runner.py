@@ -79,13 +79,11 @@ class Runner:
         directory: for the runs and their logs; created if needed.
         jobs: number of runs at a time; they share the GPU, if there is one.
         common: options of all runs; the options of a single run override them.
-        together: consecutive runs that a process trains next to each other (:mod:`together`).
     """
 
-    def __init__(self, directory: Path, jobs: int, common: list[str], together: int = 1) -> None:
+    def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.jobs, self.common = directory, jobs, common
-        self.together = together
 
     def train(
         self,
@@ -98,7 +96,7 @@ class Runner:
         Args:
             runs: may have a run twice.
             data: prepared directory; None: the runs name their own, with ``--data``.
-            save: called whenever a run or a group of runs has ended, in their order.
+            save: called whenever a run has ended, in their order.
 
         Raises:
             ChildProcessError: a run was killed, or failed without a clear error message.
@@ -118,11 +116,10 @@ class Runner:
         with _thread_limit(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
-                groups = _by_seed(tasks, self.together)
-                results = workers.map(train_group, groups)
+                results = workers.map(train_one, tasks)
                 try:
                     impossible = []
-                    for why in tqdm(results, total=len(groups), unit=" groups"):
+                    for why in tqdm(results, total=len(tasks), unit=" runs"):
                         impossible += [why] if why else []
                         save()
                     return impossible
@@ -186,8 +183,11 @@ def _end_with_parent() -> None:
         threading.Thread(target=end, daemon=True).start()
 
 
-def train_one(directory: Path, arguments: list[str]) -> str | None:
-    """In a worker process: train a run into ``directory``.
+def train_one(task: tuple[Path, list[str]]) -> str | None:
+    """In a worker process: train a run.
+
+    Args:
+        task: directory and arguments of the run.
 
     Returns:
         The error message, if the options make the run impossible.
@@ -197,6 +197,7 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     """
     from dlrm.commands.train import main
 
+    directory, arguments = task
     shutil.rmtree(directory, ignore_errors=True)
 
     log = directory.with_name(f"{directory.name}.log")
@@ -219,31 +220,6 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     if not errors:
         raise ChildProcessError(f"run {directory.name} failed; see {log}")
     return f"{directory.name}: {errors[0]}"
-
-
-def _by_seed(tasks: list[tuple[Path, list[str]]], most: int) -> list[list[tuple[Path, list[str]]]]:
-    """Tasks of equal seeds in groups of at most ``most``."""
-    seeds: dict[str, list[tuple[Path, list[str]]]] = {}
-    for directory, arguments in tasks:
-        seed = next((each for each in reversed(arguments) if each.startswith("--seed=")), "")
-        seeds.setdefault(seed, []).append((directory, arguments))
-    return [same[i : i + most] for same in seeds.values() for i in range(0, len(same), most)]
-
-
-def train_group(tasks: list[tuple[Path, list[str]]]) -> str | None:
-    """In a worker process: train runs next to each other, each into its directory.
-
-    Returns:
-        The error message, if there is one run and its options make it impossible.
-    """
-    if len(tasks) == 1:
-        return train_one(*tasks[0])
-    from scripts.experiments.together import train_together
-
-    timed = train_together(tasks)
-    harness.release()
-    print(f"{len(tasks)} models, {timed['samples/s'] / 1e6:.3f} M samples/s together", flush=True)
-    return None
 
 
 def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:

@@ -348,18 +348,6 @@ def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
         }
 
 
-def tt_steps(result: Result) -> Rows:
-    """How far a step of SGD moves a row of a tensor train, by how its cores start."""
-    rows: dict[tuple[int, int], dict[str, str]] = {}
-    sizes = [r["rows"] for r in result["results"] if r["rank"] in (8, 32)]
-    for r in result["results"]:
-        if r["rank"] in (8, 32) and r["rows"] in (sizes[0], sizes[-1]):
-            row = {"rows": f"{r['rows']:,}", "rank": str(r["rank"])}
-            own = rows.setdefault((r["rows"], r["rank"]), row)
-            own[r["start"]] = f"{r['moved']:.2g}"
-    return list(rows.values())
-
-
 def tt_sgd(*results: Result) -> Rows:
     """Quality under plain SGD before and after the scale of trains went into the last core."""
     cells = {"dense": "dense", "tt7-r8": "7 tables, rank 8", "tt7-r32": "7 tables, rank 32"}

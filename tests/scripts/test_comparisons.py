@@ -98,7 +98,19 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
         changed.setattr(Meta, "counts", {**rows, "test": [1, 0]})
         assert main([*given, "--no-timing"]) == 2
     assert f"dense-0 has finished on other rows than {data} has now" in capsys.readouterr().err
-    (tmp_path / "runs" / "dense-0" / "checkpoints").rename(tmp_path / "elsewhere")
+    # Without training, the first dense model is compressed to other kinds.
+    dense = tmp_path / "runs" / "dense-0"
+    trained = json.loads((dense / "result.json").read_text())["metrics"]["test/auc"]
+    own = ["--data", str(data), "--config", "configs/demo.yaml", "--runs", str(tmp_path / "fitted")]
+    own += ["--kinds", "hash", "block", "--ratios", "5", "--seeds", "1", "--no-timing"]
+    own += ["--plot", str(tmp_path / "plot.png"), "--json", str(tmp_path / "fitted.json")]
+    own += ["--options", *SMALL, f"init_from={dense}", "max_steps=0"]
+    assert script("frontier").main(own) == 0
+    fitted = json.loads((tmp_path / "fitted.json").read_text())["results"]
+    auc = {row["emb"]: row["AUC"] for row in fitted}
+    assert auc["dense"] == pytest.approx(trained)
+    assert len({round(each, 6) for each in auc.values()}) == 3
+    (dense / "checkpoints").rename(tmp_path / "elsewhere")
     assert main([*given, "--no-timing"]) == 2
     assert "dense-0 has no checkpoint, which --fine-tune starts from" in capsys.readouterr().err
 
@@ -106,8 +118,8 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
 def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
     script, data, tmp_path, monkeypatch
 ):
-    def train_two_and_die(_, groups):
-        for number, [(directory, _)] in enumerate(groups):
+    def train_two_and_die(_, tasks):
+        for number, (directory, _) in enumerate(tasks):
             if number == 2:
                 raise BrokenProcessPool
             names = ("accuracy", "auc", "log_loss", "normalized_entropy")
@@ -337,8 +349,8 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "ones", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
     for path in (tmp_path / "ones").glob("train*.parquet"):
         pd.read_parquet(path).assign(label=1).to_parquet(path)
-    names = ("reproduce_tt_rec", "frontier", "baseline_trees", "shuffle_order")
-    tt_rec, frontier, trees, order = (script(name).main for name in names)
+    names = ("reproduce_tt_rec", "frontier", "baseline_trees")
+    tt_rec, frontier, trees = (script(name).main for name in names)
     for main, given, message in (
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
@@ -346,7 +358,6 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         (frontier, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (tt_rec, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
-        (order, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (trees, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
         (
@@ -364,10 +375,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("compare", "frontier", "reproduce_tt_rec", "compress_trained", "baseline_trees"),
-        *("shuffle_order", "bench", "bench_logs"),
-    ],
+    ["compare", "frontier", "reproduce_tt_rec", "baseline_trees", "bench", "bench_logs"],
 )
 def test_every_option_is_explained(script, name):
     for action in script(name).arguments()._actions:
@@ -662,7 +670,7 @@ def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
     runner = script("runner")
     monkeypatch.setattr(script("train"), "main", lambda arguments: 1 / 0)
     with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
-        runner.train_one(tmp_path / "a", [])
+        runner.train_one((tmp_path / "a", []))
     assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
 
 
