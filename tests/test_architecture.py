@@ -37,14 +37,15 @@ BELOW["__main__"] = ("commands",)
 
 KERNELS_BELOW = {
     "": (),
+    "lists": ("",),
     "update": ("",),
     "multi_copy": ("",),
     "interaction": ("",),
     "cross": ("", "interaction"),
     "lookup": ("", "update"),
     "tt": ("", "update"),
-    "dynamic": ("", "update", "lookup"),
-    "offload": ("", "update", "lookup", "tt"),
+    "dynamic": ("", "lists", "update", "lookup"),
+    "offload": ("", "lists", "update", "lookup", "tt"),
 }
 """The same for the rooms of ``dlrm.kernels``; "" is the package itself."""
 

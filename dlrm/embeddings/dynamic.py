@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.fitting import index_add
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.embeddings.shared_rows import SharedRows
@@ -258,7 +259,7 @@ class Dynamic(CountsIds, SharedRows):
                 rows = rows_of_torch(local, tables, self._table_rows)
                 write_rows(self.weight, rows[own], part[own])
                 counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)
-                total.index_add_(0, local[~own], counted[~own])
+                index_add(total, local[~own], counted[~own])
 
             if total[:, dim].any():
                 for at, rows in self.rows_to_write(table, 0, few):

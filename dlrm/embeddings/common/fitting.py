@@ -50,8 +50,8 @@ def fit_shared(
             if without is not None:
                 out = without[table] - start
                 mass[out[(out >= 0) & (out < len(part))]] = 0
-            _index_add(total, pieces.flatten(), (part * mass).reshape(pieces.numel(), -1))
-            _index_add(count, pieces.flatten(), mass.repeat_interleave(pieces.shape[1], 0))
+            index_add(total, pieces.flatten(), (part * mass).reshape(pieces.numel(), -1))
+            index_add(count, pieces.flatten(), mass.repeat_interleave(pieces.shape[1], 0))
     used = (count[:, 0] > 0).nonzero()[:, 0]
     for rows in used.split(ROW_CHUNK):
         write_rows(shared, rows, total[rows] / count[rows])
@@ -87,7 +87,7 @@ def kmeans(points: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     return _means(points, codes, centroids), codes
 
 
-def _index_add(to: Tensor, rows: Tensor, values: Tensor) -> None:
+def index_add(to: Tensor, rows: Tensor, values: Tensor) -> None:
     """``to.index_add_(0, rows, values)`` in a fixed order, also on a GPU."""
     if to.is_cuda:
         to.index_put_((rows,), values, accumulate=True)  # sorts the rows
@@ -119,6 +119,6 @@ def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
 def _means(points: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
     """The mean of the points of each code; a centroid without points stays."""
     total = torch.zeros_like(centroids)
-    _index_add(total, codes, points)
+    index_add(total, codes, points)
     count = codes.bincount(minlength=len(centroids))[:, None]
     return torch.where(count > 0, total / count, centroids)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dlrm.kernels import tl, triton
 from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix_triton, scale_triton
 from dlrm.kernels.dynamic.scores import KEPT, priority_triton, used_triton
+from dlrm.kernels.lists import append
 
 LANES = tl.constexpr(32)  # slots of a bucket
 EMPTY = GOLDEN  # stands for no id; the id of this number never gets a slot
@@ -122,15 +123,6 @@ def _probe(index, id, table, live):
 
 
 @triton.jit
-def _append(counter, chosen):
-    """Positions of the ``chosen`` elements, appended to a list that has ``counter`` elements."""
-    ones = chosen.to(tl.int32)
-    number = tl.sum(ones, 0)
-    begin = tl.atomic_add(counter, number, mask=number > 0, sem="relaxed")
-    return begin + tl.cumsum(ones, 0) - 1
-
-
-@triton.jit
 def _local_row(index, num_shared, slot, id, table, inside):
     """The row of look-ups within their tables."""
     few = tl.load(num_shared + table, mask=inside, other=1)
@@ -199,7 +191,7 @@ def find_and_claim(
         at = (at + 1) & (work.cells - 1)
     tl.store(work.claimants + k, claimant, mask=inside)
     claims = missing & (claimant == k)
-    tl.store(work.missing + _append(work.counters, claims), k, mask=claims)
+    tl.store(work.missing + append(work.counters, claims), k, mask=claims)
 
 
 @triton.jit
@@ -263,7 +255,7 @@ def choose_buckets(
         old = tl.atomic_xchg(work.heads + bucket, j, mask=wanting)
         tl.store(work.next + j, old, mask=wanting)
         leads = wanting & (old < 0)
-        to = _append(work.counters + 1 + ROUND, leads)
+        to = append(work.counters + 1 + ROUND, leads)
         tl.store(work.chosen + to, bucket.to(tl.int32), mask=leads)
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.lists import append
 from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program
@@ -98,14 +99,6 @@ def load_rows(ids, starts, k, inside, batch):
 
 
 @triton.jit
-def _append(counter, chosen):
-    """Positions of the ``chosen`` elements, appended to a list that has ``counter`` elements."""
-    ones = chosen.to(tl.int32)
-    begin = tl.atomic_add(counter, tl.sum(ones, 0), sem="relaxed")
-    return begin + tl.cumsum(ones, 0) - 1
-
-
-@triton.jit
 def _list_missing(
     index, ids, starts, missing, counters, n, batch, most,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -132,7 +125,7 @@ def _list_missing(
     absent = (slot < 0) & (slot > -2 - now)
     old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
     absent &= old != CLAIMED
-    at = _append(counters, absent)
+    at = append(counters, absent)
     tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
     tl.store(index.row_to_slot + row, -2 - window, mask=absent & (at >= most))
 
@@ -190,7 +183,7 @@ def _evict(
     random = tl.rand(now, slot)  # from the whole cache, not only its first slots
     some = (bin == limit) & (random <= share * 1.05) & (wanted > below)
     taken = (bin < limit) | some
-    at = _append(counters + 1, taken)
+    at = append(counters + 1, taken)
     taken &= at < wanted
 
     old = tl.load(index.slot_to_row + slot, mask=taken, other=-1)
