@@ -7,32 +7,21 @@ trains on the first day. Then, day by day, all models score the day before they 
 those that stay fresh train on it once: its rows get the ids of the days before, and values not seen
 before get new ones (``prepare_criteo.py --append-new``, ``train.py --init_from``). One of them
 forgets values for new ones (``--forget``).
-
-With ``--exports`` the first seed of the models ``unseen`` and ``forget`` is also exported every
-day, in full and as a delta that is applied to what was served the day before, and both score the
-next day.
 """
 
 from __future__ import annotations
 
 import gzip
-import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from dlrm.config.schema import RunConfig
 from dlrm.data.criteo import Options, prepare
-from dlrm.data.prepare.model_inputs import InputReader
 from dlrm.data.schema import Meta
-from dlrm.export.delta import export_delta
-from dlrm.export.directory import PROGRAM, WEIGHTS, ExportOptions, export_run
 from dlrm.training.predictor import Predictor
 from dlrm.training.ranking import auc
 from dlrm.training.score_file import LABEL, PROBABILITY
@@ -47,7 +36,6 @@ STILL, NO_NEW, FORGET = "still", "no_new", "forget"
 WAYS = (STILL, NO_NEW, *STARTS, FORGET)
 """Stood still; trained on without rows for new values; with rows for them that start so; as the
 first of these, but values are forgotten."""
-EXPORTED = ("unseen", FORGET)
 
 
 def arguments() -> Parser:
@@ -71,7 +59,6 @@ def arguments() -> Parser:
     config = Path(__file__).parents[2] / "configs" / "criteo_sample.yaml"
     add("--config", type=path_arg, default=config, help="configuration of train.py")
     add("--options", nargs="*", default=[], help="options of train.py, e.g. epochs=2")
-    add("--exports", action="store_true", help="also compare full exports and deltas (default: no)")
     add("--json", type=path_arg, help="also write the results to this JSON file")
     return parser
 
@@ -153,37 +140,6 @@ class Replay:
         if impossible := self.runner.train(runs, data):
             raise ValueError(impossible[0])
 
-    def exports(self, way: str, day: int) -> dict[str, Any]:
-        """Export the model that has seen the days before a day, in full and as a delta to what was
-        served so far, and score the day with both."""
-        run = self.work / "runs" / self.run(way, 0, day - 1)
-
-        full, delta, served = (self.work / f"{n}_{way}_{day}" for n in ("full", "delta", "served"))
-        for old in (full, delta, served):
-            shutil.rmtree(old, ignore_errors=True)
-        options = ExportOptions(devices=())
-        export_run(run, full, options, note=lambda _: None)
-        found: dict[str, Any] = {"model": way, "day": day + 1}
-        if day == 1:
-            shutil.copytree(full, served)
-            return found
-
-        before = self.work / f"served_{way}_{day - 1}"
-        made = export_delta(run, delta, before, options, note=lambda _: None)
-        example = Path(__file__).parents[2] / "examples" / "apply_delta.py"
-        subprocess.run([sys.executable, str(example), before, delta, served], check=True)
-
-        scores = [exported_scores(own, self.days[day]) for own in (full, served)]
-        labels = torch.tensor([int(line[0]) for line in self.days[day].read_text().splitlines()])
-        return found | {
-            "auc": auc(scores[1], labels),
-            "scores_equal": scores[0].equal(scores[1]),
-            "weights_equal": (full / WEIGHTS).read_bytes() == (served / WEIGHTS).read_bytes(),
-            "changed_rows": made["changed_rows"],
-            "bytes_of_rows": made["rows"]["bytes"],
-            "bytes_of_weights": made["result"]["files"][WEIGHTS]["bytes"],
-        }
-
     def auc(self, way: str, seed: int, day: int) -> float:
         """The AUC on a day of a model that has seen the days before it."""
         run = self.work / "runs" / self.run(way, seed, day - 1)
@@ -193,15 +149,6 @@ class Replay:
             for name in (PROBABILITY, LABEL)
         )
         return auc(scores, labels)
-
-
-def exported_scores(export: Path, rows: Path) -> torch.Tensor:
-    """The probabilities of raw rows by an export, ``[n]``."""
-    program = torch.export.load(export / PROGRAM)
-    program.state_dict.update(load_file(export / WEIGHTS))
-    model, reader = program.module(), InputReader.load(export)
-    parts = [model(*map(torch.from_numpy, arrays)) for arrays in reader.read([rows])]
-    return torch.cat(parts)
 
 
 def replay(options: Namespace) -> None:
@@ -214,11 +161,6 @@ def replay(options: Namespace) -> None:
     found: dict[str, list[list[float]]] = {way: [] for way in options.ways}  # by day and seed
     rows: dict[str, list[int]] = {way: [] for way in options.ways}
 
-    exports = []
-    exported = [way for way in EXPORTED if way in options.ways and options.exports]
-    if options.exports and not exported:
-        raise ValueError("--exports needs the model unseen or forget: add one to --ways")
-
     for day in range(options.days):
         if day:
             for way in options.ways:
@@ -226,9 +168,6 @@ def replay(options: Namespace) -> None:
                 values = found[way][-1]
                 spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
                 print(f"day {day + 1} {way:>7}: AUC {np.mean(values):.4f} +- {spread:.4f}")
-            for way in exported:
-                exports.append(parts.exports(way, day))
-                print(f"day {day + 1} exports: {exports[-1]}")
         if day < options.days - 1:
             for way, size in parts.train(day).items():
                 rows[way].append(size)
@@ -241,9 +180,6 @@ def replay(options: Namespace) -> None:
         chosen = {name: getattr(options, name) for name in ("min_count", "forget", "options")}
         defaults = {"config": options.config.name, "emb": RunConfig.emb}
         report = {"days": options.days, "rows_of_tables": rows, **chosen, **defaults, "auc": found}
-        if options.exports:
-            # Nothing was served before the first.
-            report["exports"] = [made for made in exports if made["day"] > 2]
         harness.write(options.json, report)
 
 

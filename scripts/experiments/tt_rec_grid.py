@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import pandas as pd
 
@@ -36,14 +34,6 @@ class Cell:
         if not self.tables:
             return "dense"
         return f"tt{self.tables}-r{self.rank}" + (f"-c{self.cache:g}" if self.cache else "")
-
-    @classmethod
-    def named(cls, name: str) -> Self | None:
-        """The model of a name as :meth:`__str__` gives it, except ``dense``."""
-        found = re.fullmatch(r"tt(\d+)-r(\d+)(?:-c([\d.e-]+))?", name)
-        if found is None:
-            return None
-        return cls(tables=int(found[1]), rank=int(found[2]), cache=float(found[3] or 0))
 
     def options(self, cardinalities: Sequence[int]) -> list[str]:
         """Options of ``train.py``."""

@@ -19,16 +19,9 @@ def test_models_are_replayed_day_by_day(criteo, script, monkeypatch, tmp_path, c
     given = [str(one) for one in given] + ["--options", *SMALL]
     assert program.main([*given, "--ways", "still", "unseen"]) == 0
     report = json.loads(out.read_text())
-    assert program.main([*given, "--exports"]) == 0  # the other ways; finished runs are kept
+    assert program.main(given) == 0  # the other ways; finished runs are kept
     whole = json.loads(out.read_text())
     every = whole["auc"]
-    for way, exported in zip(("unseen", "forget"), whole["exports"], strict=True):
-        assert (exported["model"], exported["day"]) == (way, 3)
-        assert exported["scores_equal"]
-        assert exported["weights_equal"]
-        assert exported["auc"] == pytest.approx(every[way][1][0], abs=1e-6)
-        assert 0 < exported["bytes_of_rows"] < exported["bytes_of_weights"]
-    assert "exports" not in report
     assert {way: every[way] for way in ("still", "unseen")} == report["auc"]
     assert list(every) == ["still", "no_new", "unseen", "random", "forget"]
     for days in every.values():
@@ -46,11 +39,6 @@ def test_models_are_replayed_day_by_day(criteo, script, monkeypatch, tmp_path, c
     divided = [(tmp_path / f"day_{day}.tsv").read_text() for day in (1, 2, 3)]
     assert "".join(divided) == "".join(lines)
     assert "day 3  unseen: AUC 0." in capsys.readouterr().out
-
-
-def test_exports_need_a_model_to_export(criteo, run, tmp_path):
-    given = criteo[0] / "raw", "--days", 3, "--work", tmp_path, "--exports", "--ways", "still"
-    assert "--exports needs the model unseen or forget" in run("replay", *given, status=2).stderr
 
 
 @pytest.mark.parametrize(
