@@ -36,8 +36,12 @@ METRICS = {
     "test/log_loss": "log loss",
     "test/accuracy": "accuracy",
     "test/normalized_entropy": "NE",
+    "test/calibration": "calibration",
+    "val/auc": "val AUC",
+    "val/log_loss": "val log loss",
     "embeddings/bytes": "MB",
     "embeddings/compression": "ratio",
+    "embeddings/optimizer_bytes": "optimizer bytes",
     "speed/samples_per_second": "samples/s",
 }
 FORMATS = {

@@ -3,29 +3,27 @@
     python scripts/experiments/bench.py --logs data/bench --jobs 14 --options step=eager
 
 Each run is a run of ``train.py`` at its default learning rates, several at a time, on one GPU if
-there is one. The results are one JSON file, which has the mean and the spread of every point next
-to those of boosted trees on the same rows, and one plot: AUC and log loss of test rows against the
-compression ratio, a column of panels for each log. A second plot (``_expected`` is added to its
-name) compares the rise of the log loss that ``auto`` expects with the one that is found. Finished
-runs are not repeated, so an interrupted comparison can be resumed. A kind may have another type:
-``--kinds hash hash:int8``.
+there is one. The results are a table for each log next to those of boosted trees on the same rows,
+one JSON file, and plots of AUC against memory, a panel for each log. ``_log_loss`` is added to the
+name of the second plot, and ``_expected`` to that of a third one: it compares the rise of the log
+loss that ``auto`` expects with the one that is found. Finished runs are not repeated, so an
+interrupted comparison can be resumed. A kind may have another type: ``--kinds hash hash:int8``.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 
-from dlrm.commands.figures import log_x_axis, write_plot
+from dlrm.commands import compare
+from dlrm.commands.figures import write_plot
 from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.sparse_arch.auto import expected_loss
@@ -48,17 +46,6 @@ from scripts.experiments.runner import (
 
 KINDS = ("auto", "tt", "robe", "robe:int8", "cafe", "hash", "hash:int8", "qr", "block", "drop")
 RATIOS = (2, 10, 30, 100, 300, 1000)
-MEASURED = {
-    "test/auc": "auc",
-    "test/log_loss": "log_loss",
-    "test/calibration": "calibration",
-    "val/auc": "val_auc",
-    "val/log_loss": "val_log_loss",
-    "embeddings/bytes": "bytes",
-    "embeddings/optimizer_bytes": "optimizer_bytes",
-}
-"""Metrics of a run, and their names in the results."""
-PANELS = ("auc", "log_loss")
 
 
 def arguments() -> Parser:
@@ -89,59 +76,13 @@ def find_logs(directory: Path, only: Sequence[str] | None) -> list[Path]:
     return [log for log in logs if only is None or log.name in only]
 
 
-def runs_on(log: Path, options: Namespace) -> dict[tuple[str, float], list[RunSpec]]:
-    """The runs of each kind and ratio on a log, one for each seed."""
+def runs_on(log: Path, options: Namespace) -> list[RunSpec]:
+    """The runs on a log: of each kind and ratio, one for each seed."""
     rows = sum(Meta.read(log).cardinalities)
     points = [("dense", 1.0), *product(options.kinds, options.ratios)]
-    runs: dict[tuple[str, float], list[RunSpec]] = {}
-    for kind, ratio in points:
-        specs = [point(kind, ratio, seed, None, rows) for seed in range(options.seeds)]
-        runs[kind, ratio] = [
-            RunSpec(f"{log.name}-{name}", [*own, f"--data={log.resolve()}"]) for name, own in specs
-        ]
-    return runs
-
-
-def summarize(
-    log: str, kind: str, ratio: float, runs: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Mean and spread of the finished runs of a point."""
-    row: dict[str, Any] = {"log": log, "kind": kind, "ratio": ratio, "seeds": len(runs)}
-    for metric, name in MEASURED.items():
-        values = [run[metric] for run in runs if run.get(metric) is not None]
-        if values:
-            row[name] = fmean(values)
-        if len(values) > 1 and not name.endswith("bytes"):
-            row[f"{name} std"] = stdev(values)
-    return row
-
-
-def draw(results: list[dict[str, Any]], trees: Mapping[str, Any], path: Path) -> Figure:
-    """Plot quality against the ratio: a column of panels for each log, a line for each kind."""
-    logs = sorted({row["log"] for row in results})
-    size = (3.5 * len(logs) + 1, 3.2 * len(PANELS))
-    figure, axes = plt.subplots(
-        len(PANELS), len(logs), figsize=size, layout="constrained", squeeze=False
-    )
-
-    # A line for each kind, and one for each of the two that have no ratio.
-    kinds = sorted({row["kind"] for row in results} - {"dense"})
-    for (row, metric), (column, log) in product(enumerate(PANELS), enumerate(logs)):
-        panel, own = axes[row, column], [each for each in results if each["log"] == log]
-        for number, kind in enumerate(kinds):
-            line = sorted((r["ratio"], r[metric]) for r in own if r["kind"] == kind and metric in r)
-            style = "o-" if number < 10 else "s--"  # there are ten colors
-            panel.plot(*zip(*line, strict=True), style, color=f"C{number % 10}", label=kind, ms=3)
-        for value in (r[metric] for r in own if r["kind"] == "dense" and metric in r):
-            panel.axhline(value, color="k", label="dense")
-        if log in trees:
-            panel.axhline(trees[log][metric], color="gray", linestyle="--", label="trees")
-        log_x_axis(panel, "compression")
-        panel.set_title(f"{log}: {metric.replace('_', ' ')}")
-
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right center")
-    write_plot(figure, path)
-    return figure
+    runs = [point(*each, seed, None, rows) for each in points for seed in range(options.seeds)]
+    data = f"--data={log.resolve()}"
+    return [RunSpec(f"{log.name}-{name}", [*own, data]) for name, own in runs]
 
 
 def expected_rise(log: Path, run: Path) -> float:
@@ -153,19 +94,18 @@ def expected_rise(log: Path, run: Path) -> float:
     return expected_loss(plan, meta.cardinalities, dim, ids.counts(), ids.effects())
 
 
-def draw_expected(results: list[dict[str, Any]], path: Path) -> Figure:
+def draw_expected(results: list[dict[str, Any]], path: Path) -> None:
     """Plot the found rise of the log loss of ``auto`` against the expected one, log by log."""
     figure, panel = plt.subplots(layout="constrained")
-    dense = {row["log"]: row["log_loss"] for row in results if row["kind"] == "dense"}
+    dense = {row["log"]: row["log loss"] for row in results if row["emb"] == "dense"}
     for log in sorted(dense):
         own = [row for row in results if row["log"] == log and "expected" in row]
-        line = sorted((row["expected"], row["log_loss"] - dense[log]) for row in own)
+        line = sorted((row["expected"], row["log loss"] - dense[log]) for row in own)
         panel.plot(*(zip(*line, strict=True) if line else ((), ())), "o-", label=log, ms=3)
     panel.axline((0, 0), slope=1, color="k", linewidth=0.5)
     panel.set(xlabel="expected rise of the log loss", ylabel="found on test rows")
     panel.legend()
     write_plot(figure, path)
-    return figure
 
 
 def run_bench(options: Namespace) -> None:
@@ -174,42 +114,42 @@ def run_bench(options: Namespace) -> None:
     logs = find_logs(options.logs, options.only)
     for log in logs:
         require_rows(log, Meta.read(log), "test")
-    points = {(log.name, *key): runs for log in logs for key, runs in runs_on(log, options).items()}
-    files = {log.name: trees_file(log) for log in logs}
-    trees = {name: read_json(f)["results"][0] for name, f in files.items() if f.is_file()}
 
+    runs = {log: runs_on(log, options) for log in logs}
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     runner = Runner(options.runs, options.jobs, common)
-    impossible = runner.train([run for runs in points.values() for run in runs])
+    impossible = runner.train([run for own in runs.values() for run in own])
     print(*impossible, sep="\n")
-
-    results, best = [], defaultdict(list)
-    for (name, kind, ratio), runs in points.items():
-        done = [runner.metrics(run.name) for run in runs if runner.finished(run.name)]
-        if done:
-            results.append(summarize(name, kind, ratio, done))
-            if kind == AUTO:
-                first = next(run.name for run in runs if runner.finished(run.name))
-                log = next(log for log in logs if log.name == name)
-                results[-1]["expected"] = expected_rise(log, options.runs / first)
-            best[name].append(results[-1])
-    if not results:
+    log_of = {run.name: log for log, own in runs.items() for run in own}
+    log_of = {name: log for name, log in log_of.items() if runner.finished(name)}
+    if not log_of:
         raise ValueError("none of the runs is possible, for the reasons above")
 
-    for name, rows in best.items():
-        print(f"\n{name}" + (f"  trees {_figures(trees[name])}" if name in trees else ""))
-        for row in rows:
-            print(f"  {row['kind']:10} {row['ratio']:6g}x  {_figures(row)}")
-    draw(results, trees, options.plot)
+    # A row for each kind and ratio on each log.
+    summary = compare.summarize(compare.read([options.runs / name for name in log_of]))
+    results = json.loads(summary.to_json(orient="records"))
+    for row in results:
+        log = log_of[row["run"]]
+        row["log"] = log.name
+        if row["emb"] == AUTO:
+            row["expected"] = expected_rise(log, options.runs / row["run"])
+
+    print(compare.render(summary))
+    files = {log.name: trees_file(log) for log in logs}
+    trees = {name: read_json(f)["results"][0] for name, f in files.items() if f.is_file()}
+    for name, own in trees.items():
+        print(f"trees on {name}: AUC {own['auc']:.4f}, log loss {own['log_loss']:.4f}")
+
+    def plot(name: str) -> Path:
+        return options.plot.with_stem(f"{options.plot.stem}{name}")
+
+    compare.draw(summary, "AUC", plot(""))
+    compare.draw(summary, "log loss", plot("_log_loss"))
     if AUTO in options.kinds:
-        draw_expected(results, options.plot.with_stem(f"{options.plot.stem}_expected"))
+        draw_expected(results, plot("_expected"))
     if options.json:
         report = {"options": options.options, "trees": trees, "impossible": impossible}
         harness.write(options.json, {**report, "results": results})
-
-
-def _figures(row: Mapping[str, Any]) -> str:
-    return f"AUC {row['auc']:.4f}, log loss {row['log_loss']:.4f}"
 
 
 def main(argv: list[str] | None = None) -> int:

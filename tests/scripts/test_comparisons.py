@@ -282,14 +282,14 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     main = script("bench").main
     assert main(given) == 0
     report = json.loads((tmp_path / "bench.json").read_text())
-    points = [(row["log"], row["kind"], row["ratio"]) for row in report["results"]]
-    kinds = [("dense", 1.0), ("auto", 10.0), ("hash:int8", 10.0)]
-    assert points == [(log, *kind) for log in ("first", "second") for kind in kinds]
-    assert all(row["seeds"] == 2 and row["auc std"] >= 0 for row in report["results"])
-    assert report["results"][0]["bytes"] > report["results"][1]["bytes"] > 0
+    points = {(row["log"], row["emb"], row["budget"]): row for row in report["results"]}
+    kinds = [("dense", ""), ("auto", "10x"), ("hash int8", "10x")]
+    assert set(points) == {(log, *kind) for log in ("first", "second") for kind in kinds}
+    assert all(row["seeds"] == 2 and row["AUC std"] >= 0 for row in report["results"])
+    assert points["first", *kinds[0]]["MB"] > points["first", *kinds[1]]["MB"] > 0
     assert 0.3 < report["trees"]["first"]["auc"] < 1
     assert [row["expected"] > 0 for row in report["results"] if "expected" in row] == [True] * 2
-    for plot in ("plot.png", "plot_expected.png"):
+    for plot in ("plot.png", "plot_log_loss.png", "plot_expected.png"):
         assert (tmp_path / plot).stat().st_size > 10_000
     assert main([*given, "--only", "third"]) == 2
     assert "has no prepared log third: make it with" in capsys.readouterr().err
