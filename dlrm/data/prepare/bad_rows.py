@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -17,13 +17,12 @@ Result = TypeVar("Result")
 
 
 class BadRow(ValueError):
-    """A row that cannot be read.
+    """Rows that cannot be read.
 
     Args:
-        row: its number in the batch, from 0; None: no row in particular.
-        problem: what is wrong, the rule and the remedy.
-        find_all: finds all rows of the batch with such a problem, if that is faster than to convert
-            the batch again for each.
+        rows: those that are known to have the problem, by their numbers in the batch, from 0; none:
+            no row in particular.
+        problem: what is wrong with the first of them, the rule and the remedy.
     """
 
     unit = "row"
@@ -33,19 +32,10 @@ class BadRow(ValueError):
     remedy = "or skip such rows with --bad-rows skip"
     """None for a label: its rows are not to be skipped lightly."""
 
-    def __init__(
-        self, row: int | None, problem: str, find_all: Callable[[], Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, rows: Iterable[int], problem: str) -> None:
         super().__init__(problem)
-        self.row = row
+        self.rows = list(map(int, rows))
         self.problem = problem
-        self._find_all = find_all
-
-    def rows(self) -> Sequence[int]:
-        """All rows that are known to have such a problem."""
-        if self._find_all is not None:
-            return self._find_all()
-        return [] if self.row is None else [self.row]
 
     def located(self, path: Path, first_row: int = 0) -> ValueError:
         """The error with its file and the number of its row, from 1 and without a header.
@@ -54,9 +44,9 @@ class BadRow(ValueError):
             path: the file.
             first_row: number of the first row of the batch in the file, from 0.
         """
-        if self.row is None:
+        if not self.rows:
             return ValueError(f"{path}{self.where}: {self.problem}")
-        number = first_row + self.row + 1
+        number = first_row + self.rows[0] + 1
         row = f", {self.unit} {number:,}" if number else ""  # 0: the file as a whole
         remedy = f"; {self.remedy}" if self.remedy and path.is_file() else ""
         return ValueError(f"{path}{row}{self.where}: {self.problem}{remedy}")
@@ -67,18 +57,12 @@ class BadValue(BadRow):
 
     Args:
         column: name of the column.
-        row, find_all: see :class:`BadRow`.
+        rows: see :class:`BadRow`.
         problem: the value, the rule and the remedy.
     """
 
-    def __init__(
-        self,
-        column: str,
-        row: int | None,
-        problem: str,
-        find_all: Callable[[], Sequence[int]] | None = None,
-    ) -> None:
-        super().__init__(row, problem, find_all)
+    def __init__(self, column: str, rows: Iterable[int], problem: str) -> None:
+        super().__init__(rows, problem)
         self.where = f", column {column!r}"
         self.kind = f"column {column!r}"
 
@@ -87,7 +71,7 @@ class BadLine(BadRow):
     """A line of a log that is no row of it.
 
     Args:
-        row: see :class:`BadRow`; -1: the file as a whole.
+        row: its number; -1: the file as a whole.
         kind: in a count of bad rows.
         problem: the value and the rule.
     """
@@ -96,7 +80,7 @@ class BadLine(BadRow):
     remedy = "correct the input, or skip bad rows with --bad-rows skip"
 
     def __init__(self, row: int, kind: str, problem: str) -> None:
-        super().__init__(row, problem)
+        super().__init__([row], problem)
         self.kind = kind
         if kind.startswith("label"):
             self.remedy = "correct the input"

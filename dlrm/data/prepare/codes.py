@@ -61,10 +61,9 @@ class LabelRule:
         # A comparison, with numbers or with a text.
         if self.operator in ORDERS:
             found = numbers(array, name)
-            if np.isnan(found).any():
-                rows = np.flatnonzero(np.isnan(found)).tolist()
+            if len(rows := np.flatnonzero(np.isnan(found))):
                 problem = f"the value is missing; {must}: leave out rows without it"
-                raise BadValue(name, rows[0], problem, lambda: rows)
+                raise BadValue(name, rows, problem)
             return pa.array(ORDERS[self.operator](found, float(self.value)).astype(np.uint8))
         if self.operator is not None:
             equal = int(self.operator == "==")
@@ -198,12 +197,12 @@ def _mapped(
     found = [codes.get(_plain(text), other) if text else None for text in texts]
     result = pa.array(found, pa.uint8()).take(array.indices)
     if result.null_count:
-        row = pc.index(result.is_null(), True).as_py()
-        value = array[row].as_py()
+        rows = np.flatnonzero(result.is_null())
+        value = array[rows[0]].as_py()
         problem = f"the value is {shown(value)}; {rule}: {hint}"
         if value is None or value == "":
             problem = f"the value is missing; {rule}: leave out rows without it"
-        raise BadValue(name, row, problem, lambda: np.flatnonzero(result.is_null()).tolist())
+        raise BadValue(name, rows, problem)
     return result
 
 

@@ -87,8 +87,7 @@ def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
     else:
         moments = values.times(array, name, plan.options.missing, own.format, own.unit)
         found = np.where(moments == values.MISSING_TIME, np.nan, moments)
-    if np.isnan(found).any():
-        rows = np.flatnonzero(np.isnan(found)).tolist()
+    if len(rows := np.flatnonzero(np.isnan(found))):
         problem = "the value is missing, and the split depends on it; leave out such rows"
-        raise BadValue(name, rows[0], problem, lambda: rows)
+        raise BadValue(name, rows, problem)
     return pa.array(found)

@@ -82,7 +82,7 @@ def convert_good_rows(
         raw = part.parse(types)
         return Converted(convert(raw), np.arange(raw.num_rows))
     except BadRow as error:
-        if error.row is None:
+        if not error.rows:
             raise
 
     rows = part.rows(types)
@@ -94,11 +94,10 @@ def convert_good_rows(
             try:
                 return positions, convert(rows.take(positions))
             except BadRow as error:
-                if error.row is None:
+                if not error.rows:
                     raise
-                wrong = error.rows()
-                bad.update(dict.fromkeys(positions[wrong].tolist(), error))
-                positions = np.delete(positions, wrong)
+                bad.update(dict.fromkeys(positions[error.rows].tolist(), error))
+                positions = np.delete(positions, error.rows)
 
     # The form of a time is that of the rows before, so a good row is needed before any other one
     # can be called bad: it is searched some rows at a time.

@@ -155,7 +155,7 @@ class CsvPart(TextPart):
                 raise ValueError(f"{self.path}: {problem}; correct the file")
             delimiter = self.layout.delimiter
             bad[row.number - 1] = BadRow(
-                row.number - 1,
+                [row.number - 1],
                 f"{row.actual_columns} fields, a row has {row.expected_columns}: "
                 f"{shown(row.text.replace(UNIT, delimiter))}; correct it (is the delimiter "
                 f"{delimiter!r}?)",
@@ -213,7 +213,7 @@ class JsonPart(TextPart):
             except pa.ArrowInvalid as error:
                 row, error = _first_bad_line(data, None, error)
                 if not skip_bad:
-                    raise BadRow(row, f"{_plain(error)}; correct the row") from None
+                    raise BadRow([row], f"{_plain(error)}; correct the row") from None
             # The types are those of the lines before the first bad one.
             lines = _lines(data)
             before = _read_json(b"".join(lines[:row]), None).schema if row else pa.schema([])
@@ -282,11 +282,9 @@ def _parse_json(data: bytes, types: Mapping[str, pa.DataType]) -> pa.RecordBatch
         def read(start: int, stop: int) -> pa.RecordBatch:
             return _read_json(b"".join(lines[start:stop]), types)
 
-        def bad_lines() -> list[int]:
-            return _misfits(lines, types) or list(failing(len(lines), read))
-
+        rows = dict.fromkeys([row, *(_misfits(lines, types) or failing(len(lines), read))])
         problem = f"{_plain(error)}; correct the row, or the kind of the column"
-        raise BadRow(row, problem, bad_lines) from None
+        raise BadRow(rows, problem) from None
 
 
 def _misfits(lines: Sequence[bytes], types: Mapping[str, pa.DataType]) -> list[int]:
@@ -344,7 +342,7 @@ def _not_utf8_error(name: str, row: int, error: UnicodeDecodeError) -> BadValue:
     byte = error.object[error.start]
     return BadValue(
         name,
-        row,
+        [row],
         f"byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the file, for example with "
         "iconv",
     )

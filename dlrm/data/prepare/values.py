@@ -52,12 +52,11 @@ def numbers(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
     elif pa.types.is_time(kind):  # of the day: seconds
         array = pc.divide(array.cast(pa.time64("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
     elif not is_number(kind) and kind != pa.null():
-        raise BadValue(name, None, f"it holds {kind}, not numbers; make it another kind")
+        raise BadValue(name, [], f"it holds {kind}, not numbers; make it another kind")
     found = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    if np.isinf(found).any():
-        rows = np.flatnonzero(np.isinf(found)).tolist()
+    if len(rows := np.flatnonzero(np.isinf(found))):
         problem = f"{found[rows[0]]} is not a finite number; correct or remove it"
-        raise BadValue(name, rows[0], problem, lambda: rows)
+        raise BadValue(name, rows, problem)
     return found
 
 
@@ -78,7 +77,7 @@ def categories(
     """
     if pa.types.is_nested(array.type):
         problem = f"it holds {array.type}, not single values"
-        raise BadValue(name, None, f"{problem}; give one a row, or make it another kind")
+        raise BadValue(name, [], f"{problem}; give one a row, or make it another kind")
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
     indices, values = array.indices, as_texts(array.dictionary, name)
@@ -106,7 +105,7 @@ def hex_categories(array: pa.Array, name: str, cap: int | None) -> pa.Dictionary
     array = decoded(array)
     if not is_text(array.type) and array.type != pa.null():
         problem = f"it holds {array.type}, not texts of hex digits; read it as text"
-        raise BadValue(name, None, problem)
+        raise BadValue(name, [], problem)
     texts = array.cast(pa.string()).fill_null("").dictionary_encode()
     try:
         keys = modulo(hex_keys(texts.dictionary.cast(pa.binary())), cap)
@@ -114,7 +113,7 @@ def hex_categories(array: pa.Array, name: str, cap: int | None) -> pa.Dictionary
         good = pc.match_substring_regex(texts.dictionary, "^[0-9a-fA-F]{0,8}$")
         row = pc.index(good.take(texts.indices), False).as_py()
         problem = f"{shown(array[row].as_py())} is not 1 to 8 hex digits; correct it"
-        raise BadValue(name, row, problem) from None
+        raise BadValue(name, [row], problem) from None
     return pa.DictionaryArray.from_arrays(texts.indices, pa.array(keys))
 
 
@@ -140,11 +139,11 @@ def lists(
     if is_text(array.type):
         if separator is None:
             raise BadValue(
-                name, None, f"it is text, not lists; add separator: to columns: {name}: in the YAML"
+                name, [], f"it is text, not lists; add separator: to columns: {name}: in the YAML"
             )
         array = _split_lists(array, separator)
     elif not is_list(array.type):
-        raise BadValue(name, None, f"it holds {array.type}, not lists; make it another kind")
+        raise BadValue(name, [], f"it holds {array.type}, not lists; make it another kind")
 
     lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
     entries = array.flatten()
@@ -196,17 +195,16 @@ def times(
         array = _parsed_times(array, name, missing, form)
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
         seconds = numbers(array, name)
-        if np.nanmax(np.abs(seconds), initial=0) / SECONDS[unit] > 2**40:
-            row = int(np.nanargmax(np.abs(seconds)))
-            far = np.flatnonzero(np.abs(seconds) / SECONDS[unit] > 2**40).tolist()
-            problem = f"{seconds[row]:.0f} {unit} since 1970 is no time; set unit: s, ms or us"
-            raise BadValue(name, row, problem, lambda: far)
+        if len(rows := np.flatnonzero(np.abs(seconds) / SECONDS[unit] > 2**40)):
+            first = seconds[rows[0]]
+            problem = f"{first:.0f} {unit} since 1970 is no time; set unit: s, ms or us"
+            raise BadValue(name, rows, problem)
         array = pa.array(seconds * (1_000_000 // SECONDS[unit]), from_pandas=True)
         array = array.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
     elif pa.types.is_timestamp(kind) and kind.tz is not None:
         array = pc.local_timestamp(array)
     elif not (pa.types.is_temporal(kind) and not pa.types.is_time(kind)) and kind != pa.null():
-        raise BadValue(name, None, f"it holds {kind}, not times; make it another kind")
+        raise BadValue(name, [], f"it holds {kind}, not times; make it another kind")
 
     found = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
     return found.fill_null(MISSING_TIME).to_numpy()
@@ -240,11 +238,10 @@ def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
     with np.errstate(over="ignore"):
         narrow = found.astype(np.float32)
     good = (narrow >= 0) & np.isfinite(narrow)
-    if not good.all():
-        rows = np.flatnonzero(~good).tolist()
+    if len(rows := np.flatnonzero(~good)):
         value = "missing" if np.isnan(found[rows[0]]) else f"{found[rows[0]]:g}"
         problem = f"the weight is {value}; it must be a number of 0 or more: correct it"
-        raise BadValue(name, rows[0], problem, lambda: rows)
+        raise BadValue(name, rows, problem)
     return narrow
 
 
@@ -282,7 +279,7 @@ def as_texts(values: pa.Array, name: str) -> pa.Array:
         integers = pc.if_else(whole, values, 0).cast(pa.int64(), safe=False).cast(pa.string())
         return pc.if_else(whole, integers, values.cast(pa.string()))
     if pa.types.is_nested(kind) or kind == pa.duration("us"):
-        raise BadValue(name, None, f"it holds {kind}, which is no category; make it another kind")
+        raise BadValue(name, [], f"it holds {kind}, which is no category; make it another kind")
     try:
         return values.cast(pa.string() if kind != pa.large_string() else kind)
     except pa.ArrowException as error:
@@ -290,7 +287,7 @@ def as_texts(values: pa.Array, name: str) -> pa.Array:
         row = next(wrong, None)
         value = None if row is None else shown(values[row].as_py())
         raise BadValue(
-            name, None, f"the value {value} can't be made a text ({error}); write it as UTF-8"
+            name, [], f"the value {value} can't be made a text ({error}); write it as UTF-8"
         ) from None
 
 
@@ -300,10 +297,8 @@ def _parsed_numbers(array: pa.Array, name: str, marks: Marks | None) -> pa.Array
     array = pc.if_else(absent, pa.scalar(None, array.type), array)
     if marks is not None:
         fitting = pc.match_substring_regex(array, marks.pattern).fill_null(True)
-        wrong = np.flatnonzero(~fitting.to_numpy(zero_copy_only=False)).tolist()
-        if wrong:
-            problem = _no_number(array[wrong[0]].as_py(), name, marks)
-            raise BadValue(name, wrong[0], problem, lambda: wrong)
+        if len(rows := np.flatnonzero(~fitting.to_numpy(zero_copy_only=False))):
+            raise BadValue(name, rows, _no_number(array[rows[0]].as_py(), name, marks))
         array = marks.plain(array)
 
     def parse(part: pa.Array) -> pa.Array:
@@ -312,9 +307,9 @@ def _parsed_numbers(array: pa.Array, name: str, marks: Marks | None) -> pa.Array
     try:
         return parse(array)
     except pa.ArrowInvalid:
-        row = next(failing(len(array), lambda start, stop: parse(array[start:stop])))
-        problem = _no_number(array[row].as_py(), name, marks)
-        raise BadValue(name, row, problem, lambda: _all_failing(array, parse, FLOATS)) from None
+        wrong = _all_failing(array, parse, FLOATS)
+        problem = _no_number(array[wrong[0]].as_py(), name, marks)
+        raise BadValue(name, wrong, problem) from None
 
 
 def _no_number(text: str, name: str, marks: Marks | None) -> str:
@@ -350,14 +345,13 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
     try:
         return parse(array).cast(pa.timestamp("us"))
     except pa.ArrowInvalid:
-        row = next(failing(len(array), lambda start, stop: parse(array[start:stop])))
+        rows = _all_failing(array, parse, ISO_TIMES if form is None else "")
         rule = "of the format " + repr(form) if form else "ISO 8601, as all rows before are"
         problem = (
-            f"{shown(array[row].as_py())} is not a time {rule}; correct it, set format: "
+            f"{shown(array[rows[0]].as_py())} is not a time {rule}; correct it, set format: "
             f"(as in strptime), or set columns: {{{name}: category}}"
         )
-        likely = ISO_TIMES if form is None else ""
-        raise BadValue(name, row, problem, lambda: _all_failing(array, parse, likely)) from None
+        raise BadValue(name, rows, problem) from None
 
 
 def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
