@@ -9,15 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dlrm.commands.prepare_table import add_shared, print_summary
 from dlrm.data.criteo import Options, prepare
 from dlrm.data.parquet import RowGroupReader, constant_columns
 from dlrm.data.prepare.text_blocks import is_unchecked_zstd
-from dlrm.data.prepare.workspace import BAD_ROWS_FILE
 from dlrm.data.schema import Meta
-from dlrm.utils.device import peak_process_memory
-from dlrm.utils.documents import read_json
 from dlrm.utils.messages import listing, print_error
-from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
+from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
 Input: tab-separated lines of label, I1..I13 (numbers, may be empty) and C1..C26 (up to 8 hex
@@ -53,7 +51,7 @@ def _prepare(
     inputs: list[Path], output: Path, workers: int | None, overwrite: bool, **given: Any
 ) -> None:
     """Prepare and print a summary."""
-    start = time.perf_counter()
+    began = time.perf_counter()
     _note_order(inputs)
     if unchecked := next((path for path in inputs if is_unchecked_zstd(path)), None):
         print_error(
@@ -65,21 +63,8 @@ def _prepare(
     options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
     meta = prepare(inputs, output, options, overwrite=overwrite, workers=workers)
 
-    seconds = time.perf_counter() - start
-    rows = sum(split.rows for split in meta.splits.values())
-    for name, split in meta.splits.items():
-        share = f", {split.positives / split.rows:.2%} positive" if split.rows else ""
-        print(f"{name:5} {split.rows:>13,} rows{share}")
     _note_constant(output, meta)
-    print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
-
-    bad = read_json(output / BAD_ROWS_FILE)
-    if bad["skipped"]:
-        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())
-        print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
-    peak = peak_process_memory()
-    memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB"
-    print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s{memory}: {output}")
+    print_summary(output, meta, began)
 
 
 def _note_constant(output: Path, meta: Meta) -> None:
@@ -111,7 +96,6 @@ def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
     add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
-    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
 
     # The rows of each split, and the ids of their values.
     add(
@@ -155,60 +139,11 @@ def _parser() -> Parser:
         "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
     )
 
-    # How the files are read.
     add(
         "--limit",
         type=int,
         metavar="N",
         help="read only the first N lines of the input, counted over all files. Default: all",
     )
-    add(
-        "--bad-rows",
-        choices=("stop", "skip", "skip-all"),
-        default=default.bad_rows,
-        help="stop: end with an error at the first bad row. skip: skip bad rows, count them by "
-        "kind and report the first 20; more than half of all is an error. skip-all: any number. A "
-        "damaged gzip or zstd file is always an error, since rows before the damage may be wrong "
-        "too. Default: stop",
-    )
-
-    # How the results are written.
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace what was prepared in DIR from other inputs or with other options, which "
-        "changes the ids under the runs that were trained on it. Default: no",
-    )
-    add("--workers", type=count_arg, metavar="N", help="threads. Default: one per core")
-
-    _add_ids_of(parser)
+    add_shared(parser)
     return parser
-
-
-def _add_ids_of(parser: Parser) -> None:
-    """Add the options of rows that get the ids of earlier ones."""
-    add = parser.add_argument
-
-    add(
-        "--ids-of",
-        metavar="DIR",
-        type=path_arg,
-        help="prepared data whose vocabularies are reused, with its --vocabulary, --cap, "
-        "--min-count and --dense-transform. A model trained on it can then score the new rows, or "
-        "train on them. Values that it does not list get its out-of-vocabulary id",
-    )
-    add(
-        "--append-new",
-        action="store_true",
-        help="with --ids-of: values of the rows of the vocabulary that DIR does not list get ids "
-        "after its own, so that a model trained on it can be trained on (train.py --init_from) "
-        "with rows for them. Default: no",
-    )
-    add(
-        "--forget",
-        type=int,
-        metavar="K",
-        help="with --append-new: new values first get the ids of values that the training rows of "
-        "the last K preparations, this one included, did not have; these then count as unseen. "
-        "Default: none is forgotten",
-    )

@@ -24,7 +24,7 @@ from dlrm.data.prepare.workspace import BAD_ROWS_FILE
 from dlrm.data.schema import HASHED, Meta
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import printable
-from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, peak_process_memory
 
 EPILOG = """\
 With --criteo, raw logs of Criteo are prepared: dlrm prepare --criteo --help.
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(options: Namespace) -> None:
     """Print what each column is, prepare, and print a summary."""
-    start = time.perf_counter()
+    began = time.perf_counter()
 
     # What each column is; it is printed before an error about columns, too.
     content, skip_bad = _content(options), options.bad_rows != "stop"
@@ -107,7 +107,7 @@ def _prepare(options: Namespace) -> None:
         overwrite=options.overwrite,
         workers=options.workers,
     )
-    _print_summary(options.output, meta, time.perf_counter() - start)
+    print_summary(options.output, meta, began)
 
 
 def _content(options: Namespace) -> dict[str, Any]:
@@ -140,31 +140,32 @@ def _content(options: Namespace) -> dict[str, Any]:
     return content
 
 
-def _print_summary(output: Path, meta: Meta, seconds: float) -> None:
-    rows = sum(part.rows for part in meta.splits.values())
+def print_summary(output: Path, meta: Meta, began: float) -> None:
+    """Print what a preparation made since ``began``, as :func:`time.perf_counter` has it."""
     for name, part in meta.splits.items():
         share = f", {part.positives / part.rows:.2%} positive" if part.rows else ""
         print(f"{name:5} {part.rows:>13,} rows{share}")
 
-    scalings = read_json(output / TRANSFORM_FILE)["scalings"]
-    for transform in sorted({scaling["transform"] for scaling in scalings.values()}):
-        names = [name for name, scaling in scalings.items() if scaling["transform"] == transform]
-        print(f"{transform:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
+    transform, options = output / TRANSFORM_FILE, output / OPTIONS_FILE
+    scalings = read_json(transform)["scalings"] if transform.is_file() else {}
+    for kind in sorted({scaling["transform"] for scaling in scalings.values()}):
+        names = [name for name, scaling in scalings.items() if scaling["transform"] == kind]
+        print(f"{kind:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
     known = [column.cardinality for column in meta.categorical if column.cardinality < HASHED]
     hashed = len(meta.categorical) - len(known)
-    print(
-        f"ids   {sum(known):>13,} in {len(known)} columns"
-        + (f", hashed in {hashed}" if hashed else "")
-    )
+    more = f", hashed in {hashed}" if hashed else ""
+    print(f"ids   {sum(known):>13,} in {len(known)} columns{more}")
 
     bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:
         kinds = printable(", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items()))
         print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
-    print(
-        f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s: {output} "
-        f"(options in {output / OPTIONS_FILE})"
-    )
+
+    seconds, peak = time.perf_counter() - began, peak_process_memory()
+    rate = sum(part.rows for part in meta.splits.values()) / seconds
+    memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB"
+    where = f"{output} (options in {options})" if options.is_file() else str(output)
+    print(f"{seconds:.1f} s, {rate:,.0f} rows/s{memory}: {where}")
 
 
 def _later_rows(
@@ -188,7 +189,6 @@ def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, directories or patterns")
-    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
     add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
 
     # Columns and splits.
@@ -228,18 +228,50 @@ def _parser() -> Parser:
         "(default: vocabulary)",
     )
 
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print what each column is, as a table and as YAML for --config, and stop",
+    )
+    add_shared(parser)
+    return parser
+
+
+def add_shared(parser: Parser) -> None:
+    """Add the options that all preparations have."""
+    add = parser.add_argument
+    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
+    add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
+    add(
+        "--bad-rows",
+        choices=("stop", "skip", "skip-all"),
+        default="stop",
+        help="stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
+        "ones were not there, count these by kind and report the first 20; more than half of all "
+        "is an error. skip-all: any number. A damaged file is always an error, since rows before "
+        "the damage may be wrong too (default: stop)",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what was prepared in DIR from other inputs or with other options, which "
+        "changes the ids under the runs that were trained on it (default: no)",
+    )
+
     # Rows that get the ids of earlier ones.
     add(
         "--ids-of",
         metavar="DIR",
         type=path_arg,
-        help="give rows the ids and the scaling of a prepared directory (default: new ones)",
+        help="give rows the ids and the scaling of a prepared directory, so that its models can "
+        "score them or train on them; other values get its id of unseen ones (default: new ids)",
     )
     add(
         "--append-new",
         action="store_true",
         help="with --ids-of: values of the training rows that DIR does not list get ids after its "
-        "own, so that a model trained on it can be trained on (default: no)",
+        "own, so that a model trained on it can be trained on (train.py --init_from) with rows for "
+        "them (default: no)",
     )
     add(
         "--forget",
@@ -249,24 +281,3 @@ def _parser() -> Parser:
         "the last K preparations, this one included, did not have; these then count as unseen "
         "(default: none is forgotten)",
     )
-
-    add(
-        "--bad-rows",
-        choices=("stop", "skip", "skip-all"),
-        default="stop",
-        help="stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
-        "ones were not there, count these by column and report the first 20; more than half of all "
-        "is an error. skip-all: any number. A damaged file is always an error (default: stop)",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what each column is, as a table and as YAML for --config, and stop",
-    )
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace what was prepared in DIR with other options (default: no)",
-    )
-    add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
-    return parser

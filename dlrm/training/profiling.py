@@ -17,7 +17,8 @@ from tqdm import tqdm
 from dlrm.data.schema import Meta
 from dlrm.distributed.peer_memory import bytes_held
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import is_out_of_memory, peak_process_memory
+from dlrm.utils.device import is_out_of_memory
+from dlrm.utils.program import peak_process_memory
 
 if TYPE_CHECKING:
     import pandas as pd

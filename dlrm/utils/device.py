@@ -13,16 +13,6 @@ import torch
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def peak_process_memory() -> int | None:
-    """Return the peak memory of this process in bytes; None on Windows, which reports none."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def pick_device(name: str) -> torch.device:
     """Return the device ``auto``, ``cpu``, ``cuda`` or ``cuda:1``; make a GPU the current one.
 

@@ -137,3 +137,13 @@ def exit_status(
         report(interrupted if isinstance(interrupted, str) else interrupted())
         return signals.status_of(stop)
     return 0
+
+
+def peak_process_memory() -> int | None:
+    """Return the peak memory of this process in bytes; None on Windows, which reports none."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

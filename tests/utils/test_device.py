@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dlrm.utils import device
+from dlrm.utils import device, program
 
 
 def test_a_gpu_is_used_only_with_triton(monkeypatch):
@@ -19,5 +19,5 @@ def test_peak_memory_is_in_bytes(platform, unit, monkeypatch):
     resource = pytest.importorskip("resource")
     usage = resource.getrusage(resource.RUSAGE_SELF)
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)
-    monkeypatch.setattr(device.sys, "platform", platform)
-    assert device.peak_process_memory() == usage.ru_maxrss * unit
+    monkeypatch.setattr(program.sys, "platform", platform)
+    assert program.peak_process_memory() == usage.ru_maxrss * unit
