@@ -18,7 +18,6 @@ from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
 from dlrm.data.frequencies import IdStatistics
-from dlrm.data.groups import read_groups
 from dlrm.data.prepare.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
@@ -33,7 +32,7 @@ from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, rates_after_fit
 from dlrm.training.held_out import HeldOut
-from dlrm.training.loaders import make_loader
+from dlrm.training.loaders import RunLoaders
 from dlrm.training.modes import import_compiler, seed_dropout
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
@@ -70,13 +69,12 @@ class Run:
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
-        loader = partial(make_loader, config.data, world, device)
-        options = asdict(config.loader) | {"seed": config.seed}
-        sampled = options | {"negatives": config.negatives}
-        self.train_data = loader("train", config.batch_size, sampled)
+        options, sizes = asdict(config.loader), (config.batch_size, config.eval_batch_size)
+        options |= {"seed": config.seed, "device": device}
+        self.loaders = RunLoaders(world, *sizes, config.negatives, config.group, options)
+        self.train_data = self.loaders.training(config.data, days=bool(config.follow))
         meta = self.train_data.meta
-        splits = filter(meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
-        loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
+        held_out = self.loaders.held_out(config.data, meta)  # opened now, so that damage is seen
 
         ids = IdStatistics(config.data, meta)
         spec = model_spec(config, meta, ids)
@@ -103,10 +101,8 @@ class Run:
             odds=sample_odds(config, meta),
         )
 
-        seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
-        groups = read_groups(config.data, meta, loaders, config.group)
-        held_out = partial(HeldOut, precision=config.precision, calibrates=config.calibrate)
-        self.held_out = held_out(self.model, loaders, seen, Interruption(world), groups)
+        self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate)
+        self.held_out = self.evaluator(Interruption(world), held_out)
 
         epoch = len(self.train_data)
         every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)
@@ -193,13 +189,17 @@ class Run:
 
     def _batches(self) -> Iterator[PreparedBatch]:
         """The batches of the epochs that are left, up to the last step."""
-        while self.steps < self.validations.last_step:
-            self.train_data.set_epoch(self.progress.epoch)
+        while self.steps < self.validations.last_step and self._begin_epoch():
             for batch in self.step.prefetcher(self.train_data):
                 yield batch
                 if self.steps >= self.validations.last_step:
                     return
             self.progress.epoch += 1
+
+    def _begin_epoch(self) -> bool:
+        """Get ready for the next epoch; returns whether there is one."""
+        self.train_data.set_epoch(self.progress.epoch)
+        return True
 
     def _log(self, out: dict[str, torch.Tensor]) -> dict[str, str]:
         """Log what a step returned, and more; returns what the progress bar shows of it."""
@@ -223,7 +223,7 @@ class Run:
         if self.held_out.diverged:  # its state replaces no good one
             self.progress.validated = self.steps, values
             return
-        note_validation(self.progress, values)
+        note_validation(self.progress, values, latest=bool(self.config.follow))
         if self.config.checkpoint:
             self._save()
 
@@ -243,7 +243,7 @@ class Run:
         self._keep(self._evaluate("val") if anew else after)
 
     def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
-        with self.clock.part({"val": "validate"}.get(split, split)):
+        with self.clock.part("test" if split == "test" else "validate"):
             return self.held_out.evaluate(split, self.steps, self._stop, model=model)
 
     def _finish(self) -> dict[str, float]:
@@ -262,7 +262,7 @@ class Run:
             else:
                 final |= tracking.named("last", test)
                 val, test = best, self._evaluate("test")
-        final |= tracking.named("test", test)
+        final |= tracking.named("test", test) | self.tracker.days(self.steps)
 
         planted = self.train_data.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
@@ -296,7 +296,7 @@ class Run:
         self.tracker.log(self.steps, sizes)
 
         note_plan(config, spec, sizes["embeddings/compression"])
-        steps = config.epochs * len(self.train_data)
+        steps = config.planned_steps(len(self.train_data))
         opening = report.opening(config.emb, self.model, meta.splits, sizes, steps)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
         shown = sharding, auto_plan(config, spec, tables, ids), opening, sampled
@@ -324,6 +324,8 @@ def main(arguments: Sequence[str], began: float = 0) -> int:
     world, hint = World.from_environment(), partial(str, "nothing was changed")
 
     def work() -> None:
+        from dlrm.commands.follow import FollowingRun  # which is a Run
+
         nonlocal hint
         world.rendezvous()
         saved = run_directory.saved_options(resumed_path(arguments))
@@ -331,7 +333,7 @@ def main(arguments: Sequence[str], began: float = 0) -> int:
             config, resolved = parse([*arguments, *saved], available())
         refuse_with_resume(arguments, config.resume)
         with profiling.out_of_memory_advice(config.data, config.model.embedding_dim):
-            run = Run(config, resolved, world, began)
+            run = (FollowingRun if config.follow else Run)(config, resolved, world, began)
             hint = partial(run_directory.resume_hint, run.directory, saving=config.checkpoint)
             run_directory.write_to(run.directory, run.train)
 

@@ -19,6 +19,7 @@ from dlrm.config.help import print_help
 from dlrm.config.model_spec import ModelSpec
 from dlrm.config.options import Option, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, OptimConfig, RunConfig
+from dlrm.data.days import first_day
 from dlrm.embeddings.common.budget import row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
@@ -107,6 +108,12 @@ def check(
             wanted = type_name(schema[name].type)
             problems.append(f"{source} is {shown(value)}, it must be {wanted}")
 
+    if given.get("follow"):
+        data = given.get("data")
+        try:
+            given["data"] = first_day(given["follow"], None if data == RunConfig.data else data)
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
         raise Mistakes(problems)

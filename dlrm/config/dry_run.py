@@ -67,6 +67,8 @@ def _steps(config: RunConfig, meta: Meta) -> str:
     epoch = rows // size if config.loader.drop_last else -(-rows // size)
     if not epoch:
         raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
+    if config.follow:
+        return f"steps: {epoch:,} of {size:,} samples on the first day, {config.data}"
     steps = config.steps_for(epoch)
     return (
         f"steps: {steps:,} of {size:,} samples, {steps / epoch:.3g} epochs of {rows:,} rows, "

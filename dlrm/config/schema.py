@@ -23,7 +23,7 @@ HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "checkpoint_every", "keep_checkpoints"),
     *("profile", "dry_run", "log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
-    *("eval_batch_size", "group"),
+    *("eval_batch_size", "group", "follow_wait"),
 }
 """Options that do not change the results of a run."""
 
@@ -232,6 +232,13 @@ class RunConfig:
     """Directory of prepared data: from dlrm prepare (scripts/prepare_table.py, and with --criteo
     scripts/prepare_criteo.py) or scripts/make_*.py; or Parquet files with the meta.json of
     scripts/describe_parquet.py. The default is synthetic and is made on first use."""
+    follow: Directory | None = None
+    """Directory that gets a prepared directory for each day, in the order of their names: train on
+    one after another, once, and wait for more. Each is evaluated before it is trained on, and the
+    model is saved after it. All have the columns and ids of the first one (--ids-of), or hashed ids
+    (--ids hash, with --emb dynamic). A day counts once it has its meta.json."""
+    follow_wait: Natural = 60
+    """With follow, seconds between two looks for the next day. 0: stop when none is left."""
     output: Directory = "runs"
     """Directory in which runs are stored."""
     name: RunName | None = None
@@ -312,20 +319,28 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.max_steps == 0 and not self.init_from:
             raise ValueError("max_steps is 0, it must be at least 1 without init_from")
+        if self.follow and (self.epochs > 1 or self.patience):
+            raise ValueError("follow trains on each day once: remove epochs and patience")
 
     @property
     def tables_dtype(self) -> str:
         """Type of the embedding parameters."""
         return self.tables.dtype or default_dtype(self.emb, self.budget)
 
+    def planned_steps(self, epoch: int) -> int:
+        """Steps of all epochs, given those of one; no end is near if days are followed."""
+        return MAX_COUNT if self.follow else self.epochs * epoch
+
     def steps_for(self, epoch: int) -> int:
         """Steps of the run, given those of an epoch."""
-        steps = self.epochs * epoch
+        steps = self.planned_steps(epoch)
         return steps if self.max_steps is None else min(self.max_steps, steps)
 
     def eval_every_for(self, epoch: int) -> int:
-        """Steps between evaluations on the validation split, given those of an epoch."""
-        return self.eval_every or max(epoch // 4, 1)
+        """Steps between evaluations on the validation split, given those of an epoch. Days are
+        evaluated when they begin and end.
+        """
+        return self.eval_every or (MAX_COUNT if self.follow else max(epoch // 4, 1))
 
     def patience_for(self, evaluations: int) -> int:
         """Evaluations without a better state after which training ends; 0 for never.

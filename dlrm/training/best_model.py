@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dlrm.training.checkpoint.manifest import Progress
 
 
-def note_validation(progress: Progress, metrics: Mapping[str, float]) -> None:
+def note_validation(
+    progress: Progress, metrics: Mapping[str, float], *, latest: bool = False
+) -> None:
     """Note the metrics of a validation, which may have found the best state so far.
 
     Args:
         progress: at the step that was validated.
         metrics: on validation rows; empty without such rows.
+        latest: none is the best: the latest state is the result.
     """
     progress.validated = progress.steps, dict(metrics)
-    if metrics.get("auc", -math.inf) > progress.best:
+    if not latest and metrics.get("auc", -math.inf) > progress.best:
         progress.best = metrics["auc"]
         progress.best_step = progress.steps
 

@@ -9,13 +9,13 @@ from torch.utils.tensorboard.summary import hparams
 
 LOSS = "Log_loss"
 AUC = "AUC"
-CURVES = ("train", "val")  # splits that are measured again and again
+CURVES = ("train", "val", "day")  # splits that are measured again and again
 RESULT = "Result"  # what is measured once
 
 OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
     "quality": {
-        "log loss": (f"{LOSS}/train", f"{LOSS}/val"),
-        "AUC": (f"{AUC}/val",),
+        "log loss": (f"{LOSS}/train", f"{LOSS}/val", f"{LOSS}/day"),
+        "AUC": (f"{AUC}/val", f"{AUC}/day"),
         "calibration": ("val/calibration",),
     },
     "speed": {

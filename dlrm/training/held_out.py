@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from dlrm.data.batch import Batch
-from dlrm.data.groups import Groups
 from dlrm.data.loader import BatchLoader
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.calibration import fit_calibration
+from dlrm.training.loaders import HeldOutRows
 from dlrm.training.plots import Plots
 from dlrm.training.ranking import group_areas
 from dlrm.utils.messages import print_error
@@ -36,12 +36,10 @@ class HeldOut:
 
     Args:
         model: of the run.
-        loaders: of the splits, by name.
-        seen: opens a loader of the training rows.
-        interruption: ends an evaluation after a batch, in all processes.
-        groups: the group of each row of the splits, by name, if AUC is to be measured by group.
         precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
         calibrates: whether each evaluation of ``val`` calibrates the model.
+        interruption: ends an evaluation after a batch, in all processes.
+        rows: to evaluate it on.
 
     Attributes:
         interruption: as given.
@@ -52,18 +50,15 @@ class HeldOut:
     def __init__(
         self,
         model: DLRM,
-        loaders: Mapping[str, BatchLoader],
-        seen: Callable[[], BatchLoader],
-        interruption: Interruption,
-        groups: Mapping[str, Groups],
-        *,
         precision: str,
         calibrates: bool,
+        interruption: Interruption,
+        rows: HeldOutRows,
     ) -> None:
-        self._model, self._loaders, self._seen = model, loaders, seen
+        self._model, self._loaders, self._seen = model, rows.loaders, rows.seen
         self.interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
-        self._groups, self._calibrates = groups, calibrates
+        self._groups, self._calibrates = rows.groups, calibrates
         self.plots: Plots | None = None
 
     def evaluate(
@@ -74,7 +69,7 @@ class HeldOut:
         a trained model gives all rows the same score.
 
         Args:
-            split: ``val`` or ``test``.
+            split: ``val`` or ``test``, or ``day`` for rows that are trained on next.
             step: steps that the model was trained for.
             stop: see :meth:`Interruption.check`.
             model: another model with the same inputs.
@@ -96,12 +91,14 @@ class HeldOut:
         self.plots = Plots.of(split, *scores)
         if step and not self._collapsed:
             self._collapsed = self._warn_of_collapse(scores[0], split, step)
-        self.diverged = self._divergence(self._uncalibrated_loss(*scores), step) if step else ""
+        self.diverged = ""
+        if step:
+            self.diverged = self._divergence(self._uncalibrated_loss(*scores), split, step)
         if self.diverged and split == "val" and self._world.first:
             print_error(f"warning: {self.diverged}")
         return values
 
-    def _divergence(self, log_loss: float, step: int) -> str:
+    def _divergence(self, log_loss: float, split: str, step: int) -> str:
         """Why the model has diverged; empty if it has not.
 
         It has if its log loss is above :data:`DIVERGED`, on training rows too, or beyond what
@@ -110,7 +107,8 @@ class HeldOut:
         """
         if log_loss <= DIVERGED:
             return ""
-        problem = f"training diverged, this state is not saved: at step {step} the log loss is "
+        problem = "training diverged" + (", this state is not saved" if split != "day" else "")
+        problem += f": at step {step} the log loss is "
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {REMEDY}"
         if log_loss > OVERFITTED:
             return problem

@@ -2,50 +2,211 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-
+from dlrm.data.batch import Batch
+from dlrm.data.days import require_same_columns
+from dlrm.data.groups import Groups, read_groups
 from dlrm.data.loader import BatchLoader
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 
+NO_END = 2**31
+"""Batches; no run has more."""
+HELD_OUT = ("val", "test")
+"""The splits that are not trained on."""
 
-def make_loader(
-    data: str,
-    world: World,
-    device: torch.device,
-    split: str,
-    batch_size: int,
-    options: Mapping[str, Any],
-) -> BatchLoader:
-    """The loader of one split for one of several processes.
+
+class HeldOutRows(NamedTuple):
+    """Rows on which a model is evaluated."""
+
+    loaders: Mapping[str, BatchLoader]
+    """Of the splits, by name."""
+    groups: Mapping[str, Groups]
+    """The group of each of their rows, if AUC is to be measured by group."""
+    seen: Callable[[], BatchLoader]
+    """Opens a loader of rows that the model was trained on."""
+
+
+class RunLoaders(NamedTuple):
+    """Opens the loaders of a run, each for one of several processes."""
+
+    world: World
+    batch_size: int
+    """Training samples per batch, over all processes."""
+    eval_batch_size: int
+    """The same in evaluations."""
+    negatives: float
+    """Share of the rows with label 0 that are trained on."""
+    group: str | None
+    """Column to measure AUC by."""
+    options: Mapping[str, Any]
+    """More arguments of ``BatchLoader``."""
+
+    def training(self, data: str, *, days: bool = False) -> BatchLoader | DayLoader:
+        """The loader of the training rows of a prepared directory.
+
+        Args:
+            data: the directory.
+            days: whether the days next to it follow.
+
+        Raises:
+            ValueError: the processes can't share a batch evenly, or there is none to train on; or
+                as ``BatchLoader``.
+        """
+        if days:
+            return DayLoader(Path(data), partial(self._open, negatives=self.negatives))
+        return self._open(data, negatives=self.negatives)
+
+    def held_out(self, data: str, meta: Meta) -> HeldOutRows:
+        """The validation and the test rows of a prepared directory, where there are any."""
+        loaders = {split: self._in_full(data, split) for split in filter(meta.has_rows, HELD_OUT)}
+        groups = read_groups(data, meta, loaders, self.group)
+        return HeldOutRows(loaders, groups, partial(self._open, data, shuffle=False))
+
+    def coming(self, data: str, meta: Meta, before: str) -> HeldOutRows:
+        """The training rows of a day, as the split ``day``, and those of the day before it."""
+        groups = read_groups(data, meta, ["train"], self.group)
+        of_day = {"day": groups["train"]} if groups else {}
+        seen = partial(self._open, before, shuffle=False)
+        return HeldOutRows({"day": self._in_full(data, "train")}, of_day, seen)
+
+    def _in_full(self, data: str, split: str) -> BatchLoader:
+        size = self.world.share(self.eval_batch_size, even=False)
+        return self._loader(data, split, size, shuffle=False, drop_last=False)
+
+    def _open(self, data: str, **options: Any) -> BatchLoader:
+        size = self.world.share(self.batch_size, even=True)
+        loader = self._loader(data, "train", size, **options)
+        if not len(loader):
+            raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
+
+        # The free memory of each process differs a little.
+        loader.windows = max(self.world.sizes(loader.windows, loader.device))
+        return loader
+
+    def _loader(self, data: str, split: str, batch_size: int, **options: Any) -> BatchLoader:
+        ranks = {"rank": self.world.rank, "world_size": self.world.size}
+        return BatchLoader(
+            data, split, batch_size=batch_size, **{**ranks, **self.options, **options}
+        )
+
+
+class DayLoader:
+    """The training rows of one day after another, each once: an epoch is a day.
+
+    It has what a run needs of :class:`~dlrm.data.loader.BatchLoader`.
 
     Args:
-        data: prepared directory.
-        world: the processes.
-        device: of the batches.
-        split: ``train``, or one that is read in full and in order.
-        batch_size: samples per batch, over all processes.
-        options: more arguments of ``BatchLoader``.
+        first: prepared directory of the day that is read first, next to which the others are.
+        open_day: opens the loader of a prepared directory.
 
-    Raises:
-        ValueError: the processes can't share a batch evenly, or there is none to train on; or as
-            ``BatchLoader``.
+    Attributes:
+        path: of the current day.
     """
-    training = split == "train"
-    in_full = {} if training else {"shuffle": False, "drop_last": False}
-    loader = BatchLoader(
-        data,
-        split,
-        batch_size=world.share(batch_size, even=training),
-        rank=world.rank,
-        world_size=world.size,
-        device=device,
-        **{**options, **in_full},
-    )
-    if not len(loader):
-        raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
-    if training:  # the free memory of each process differs a little
-        loader.windows = max(world.sizes(loader.windows, device))
-    return loader
+
+    def __init__(self, first: Path, open_day: Callable[[str], BatchLoader]) -> None:
+        self._open_day = open_day
+        self.path, self._first = first, first
+        self._loader = open_day(str(first))
+        self._first_meta = self._loader.meta
+        self._waited = 0.0
+
+    def open(self, path: Path, epoch: int) -> None:
+        """Go to the day in ``path``.
+
+        Raises:
+            ValueError: it has other columns or ids than the first one; or as ``BatchLoader``.
+        """
+        require_same_columns(
+            self._first, self._first_meta, path, Meta.read(path, allow_outside=True)
+        )
+        self.close()
+        self._waited = self.wait_seconds
+        self.path, self._loader = path, self._open_day(str(path))
+        self._loader.set_epoch(epoch)
+
+    @property
+    def meta(self) -> Meta:
+        """The description of the current day."""
+        return self._loader.meta
+
+    @property
+    def rows(self) -> int:
+        """Rows of the current day."""
+        return self._loader.rows
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch and process."""
+        return self._loader.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The number of the current day, from 0."""
+        return self._loader.epoch
+
+    @property
+    def begun(self) -> bool:
+        """Whether batches of the current day were read."""
+        return bool(self._loader.state_dict()["position"])
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the consumer has waited for batches of all days."""
+        return self._waited + self._loader.wait_seconds
+
+    def __len__(self) -> int:
+        """Batches of the current day."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def samples(self, batches: int) -> float:
+        """At most so many samples are in some batches: the last one of a day may have fewer.
+        Infinite for the batches of a run without an end.
+        """
+        size = self._loader.batch_size * self._loader.world_size
+        return batches * size if batches < NO_END else math.inf
+
+    def set_epoch(self, epoch: int) -> None:
+        """Days are opened by :meth:`open`."""
+        assert epoch == self.epoch
+
+    def close(self) -> None:
+        """End the current iteration and its threads."""
+        self._loader.close()
+
+    def footers(self) -> str:
+        """See :meth:`BatchLoader.footers`, of the current day."""
+        return self._loader.footers()
+
+    def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
+        """See :meth:`BatchLoader.state_dict`; the order names the day."""
+        state = self._loader.state_dict(unused=unused)
+        return state | {"order": state["order"] | {"day": self.path.name}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the day and at the position of ``state``.
+
+        Raises:
+            ValueError: there is no such day any more; or as ``BatchLoader``.
+        """
+        day = state["order"].get("day")
+        path = self._first.parent / str(day)
+        if not isinstance(day, str) or Path(day).name != day or not (path / META_FILE).is_file():
+            raise ValueError(
+                f"the run stopped in day {day!r:.100}, which is not in {self._first.parent} any "
+                "more: restore it there"
+            )
+        self.open(path, state["epoch"])
+        self._loader.load_state_dict(state)
+
+
+TrainingData = BatchLoader | DayLoader
+"""The training rows of a run."""

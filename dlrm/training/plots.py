@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,28 @@ class Plots:
             axes.stairs(shares, edges, fill=True, alpha=0.5, label=f"label {label}")
         axes.set(xlabel="probability", ylabel="share of rows of the class")
         axes.legend()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DayPlots:
+    """How good a model was on each day before it was trained on it."""
+
+    days: Sequence[Mapping[str, Any]]
+    """``day``, the name, and ``auc``, ``log_loss`` and the like of each; None for an undefined
+    one."""
+
+    def figures(self) -> dict[str, Figure]:
+        """The plots by their TensorBoard tags."""
+        found = {}
+        for name, title in (("auc", "AUC"), ("log_loss", "log loss")):
+            figure, axes = _figure("day", title)
+            points = [(str(day["day"]), day[name]) for day in self.days if day[name] is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-")
+            axes.set_xticks([*range(0, len(points), -(-len(points) // 8) or 1)])
+            axes.tick_params(axis="x", rotation=30)
+            found[f"days/{name}"] = figure
+        return found
 
 
 def report_figure(entries: Iterable[Mapping[str, Any]], plots: Plots | None) -> Figure:

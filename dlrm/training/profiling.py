@@ -29,7 +29,7 @@ steps; waiting for rows; metrics of validation rows; what checkpoints hold up; m
 and everything after the last step."""
 
 
-def progress_bar(total: float, done: int, mode: str, *, silent: bool) -> tqdm:
+def progress_bar(total: float, done: float, mode: str, *, silent: bool) -> tqdm:
     """A progress bar that counts samples; it updates rarely if the output is not a terminal.
 
     Until it has more to say, it says that the first steps are compiled, which can take half a
@@ -115,8 +115,8 @@ class Clock:
         loop, parts = self._loop(), dict(self._seconds)
 
         parts["compile"] = self._graphs.preparing_seconds
-        parts["data_wait"] = loop["wait"]
-        parts["train"] -= parts["compile"] + parts["data_wait"]
+        parts["data_wait"] += loop["wait"]  # besides the time in which there was no next day
+        parts["train"] -= parts["compile"] + loop["wait"]
         parts = {"total": sum(parts.values()), **parts}
         return speed | {f"seconds/{name}": seconds for name, seconds in parts.items()}
 

@@ -17,6 +17,7 @@ from dlrm.utils.messages import align_right, format_bytes, printable
 COLUMNS = {
     "test/": "test",
     "val/": "val",
+    "days/": "next day",
     "last/": "test, last step",
     "fitted/": "fitted",
     "test/best_possible_": "best possible",

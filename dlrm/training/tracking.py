@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dlrm.training.dashboards import hparams_row, layout, tag
 from dlrm.training.metrics import finite
-from dlrm.training.plots import Plots
+from dlrm.training.plots import DayPlots, Plots
 from dlrm.training.run_directory import METRICS
 from dlrm.utils.atomic import atomic_write, disk_full_names
 from dlrm.utils.documents import read_json, read_json_lines
@@ -97,14 +97,15 @@ class Tracker:
         if step is None:
             self._writer.add_custom_scalars(layout())
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], **names: str) -> None:
         """Log numbers under names like ``train/loss``; the part before the slash is their group.
 
-        TensorBoard gets them under :func:`~dlrm.training.dashboards.tag`.
+        TensorBoard gets them under :func:`~dlrm.training.dashboards.tag`, and the lines also what
+        is given in ``names``.
         """
         if not values or not self._active:
             return
-        entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
+        entry = {"step": step, "time": round(time.time(), 3), **names, **finite(values)}
         with disk_full_names(self.path.parent):
             for name, value in values.items():
                 self._writer.add_scalar(tag(name), value, step)
@@ -120,13 +121,35 @@ class Tracker:
                     lines = ("    " + line for line in text.splitlines())
                     self._writer.add_text(name, "\n".join(lines))
 
-    def plots(self, step: int, plots: Plots | None) -> None:
-        """Log the plots of an evaluation, if there was one."""
+    def plots(self, step: int, plots: Plots | DayPlots | None) -> None:
+        """Log the plots of an evaluation, or of all days, if there was one."""
         if not self._active or plots is None:
             return
         with disk_full_names(self.path.parent):
             for name, figure in plots.figures().items():
                 self._writer.add_figure(name, figure, step, close=False)
+
+    def days(self, step: int) -> dict[str, float]:
+        """The mean metrics of the days that were logged, if there are any, which are plotted."""
+        days = self._days()
+        if not days:
+            return {}
+        self.plots(step, DayPlots(days=days))
+
+        means = {}
+        for name in days[-1].keys() - {"step", "day"}:
+            known = [day[name] for day in days if day.get(name) is not None]
+            if known:
+                means[f"days/{name}"] = math.fsum(known) / len(known)
+        return dict(sorted(means.items()))
+
+    def _days(self) -> list[dict[str, Any]]:
+        entries = _entries(self.path) if self._active else ()
+        return [
+            {name.removeprefix("day/"): value for name, value in entry.items() if name != "time"}
+            for entry in entries
+            if "day" in entry
+        ]
 
     def finish(
         self,
@@ -148,6 +171,8 @@ class Tracker:
                 writer.add_summary(summary)
         name = self.path.parent.absolute().name  # of ".", too
         result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
+        if days := self._days():
+            result["days"] = days
         with atomic_write(self.path.with_name(RESULT)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         self.close()
@@ -202,16 +227,18 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 def finished(directory: Path, step: int | None, options: str) -> dict[str, float]:
     """The final metrics of a run if it has finished at a step with the same options; else empty.
+    One that follows days is never finished: there may be more of them.
 
     Args:
         directory: of the run.
         step: from which it is resumed; None for a new run.
         options: as YAML.
     """
-    if step is None or not (directory / RESULT).is_file():
+    given = yaml.safe_load(options)
+    if step is None or given.get("follow") or not (directory / RESULT).is_file():
         return {}
     result = read_result(directory)
-    same = result.get("steps") == step and result["options"] == yaml.safe_load(options)
+    same = result.get("steps") == step and result["options"] == given
     return {k: math.nan if v is None else v for k, v in result["metrics"].items()} if same else {}
 
 

@@ -700,6 +700,16 @@ def saving(tmp_path, monkeypatch):
         own.close()
 
 
+def test_a_step_is_saved_twice_before_the_first_one_is_written(saving, tmp_path):
+    own, step, gate = saving()
+    step(1)
+    step(1, best=True)  # by an evaluation, after the time for a checkpoint
+    gate.set()
+    own.wait()
+    assert indexed(tmp_path) == ["step_1+", "step_1+"]
+    assert Checkpoint.open(tmp_path).path.name == "step_1+"
+
+
 def test_training_continues_while_a_checkpoint_is_written(saving, tmp_path):
     own, step, gate = saving()
     step(1, best=True)

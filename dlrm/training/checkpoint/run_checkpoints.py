@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlrm.data.loader import BatchLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
 from dlrm.training.checkpoint.choice import reason
@@ -30,6 +29,7 @@ from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.checkpoint.writer import CheckpointWriter
+from dlrm.training.loaders import TrainingData
 from dlrm.training.run_directory import BEST, CHECKPOINTS, JOB, LATEST, RunLock
 from dlrm.utils.messages import print_error
 
@@ -113,7 +113,7 @@ class RunCheckpoints:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        loader: BatchLoader,
+        loader: TrainingData,
         *,
         spec: Mapping[str, Any],
         config: Mapping[str, Any],
@@ -185,12 +185,12 @@ class RunCheckpoints:
         if (there := loader["order"].get("batch_size")) != batch_size:
             unequal = f"batch_size is {batch_size} here and {there!r:.50} in the state"
             raise ValueError(f"{unequal}: resume with the same --batch_size")
-        if self._world.first and "footers" in loader["order"]:
-            self._compare_files(loader["order"]["footers"])
         loader["order"]["batch_size"] = self._loader.batch_size
 
         self.resumed.load(self._model, self._optimizers, groups=True, world=self._world)
         self._loader.load_state_dict(loader)
+        if self._world.first and "footers" in loader["order"]:
+            self._compare_files(loader["order"]["footers"])
         try:
             torch.set_rng_state(random)
         except RuntimeError as error:

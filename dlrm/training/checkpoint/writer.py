@@ -101,6 +101,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writes: list[tuple[list[Draft], Future[None]]] = []  # at most two, in their order
         self._leaving = threading.Event()
+        self._last: Path | None = None  # the one that may still be written
 
     def save(self, parts: Parts, state: RunState, *, best: bool) -> None:
         """Copy the state of a run, and begin to write it.
@@ -168,8 +169,9 @@ class CheckpointWriter:
     def _new_path(self, steps: int) -> Path:
         path = self._directory / CHECKPOINTS / f"step_{steps}"
         path.parent.mkdir(exist_ok=True)
-        while path.exists():  # from before the run was resumed
+        while path.exists() or path == self._last:  # from before the run was resumed, or just now
             path = path.with_name(f"{path.name}+")
+        self._last = path
         return path
 
     def _make_room(self, best: bool) -> None:

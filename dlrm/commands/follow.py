@@ -1,0 +1,139 @@
+"""A training run that follows days: ``dlrm train --follow DIR``."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from dlrm.commands.train import Run
+from dlrm.config.schema import RunConfig
+from dlrm.data.days import day_names, next_day
+from dlrm.data.schema import META_FILE, Meta
+from dlrm.distributed.world import World
+from dlrm.training import tracking
+from dlrm.training.loaders import DayLoader
+from dlrm.utils.messages import print_error
+
+
+class FollowingRun(Run):
+    """A run in which an epoch is a day: it evaluates each before it trains on it, saves after it,
+    and waits for the next one. Its latest state is the result.
+    """
+
+    train_data: DayLoader
+
+    def __init__(self, config: RunConfig, resolved: str, world: World, began: float = 0) -> None:
+        super().__init__(config, resolved, world, began)
+        self._known = set(day_names(self._days))
+        self._held_out_of_day()
+
+    @property
+    def _days(self) -> Path:
+        return self.train_data.path.parent
+
+    def _held_out_of_day(self) -> None:
+        """Evaluate on the validation and test rows of the current day from now on."""
+        data, meta = str(self.train_data.path), self.train_data.meta
+        self.held_out = self.evaluator(
+            self.held_out.interruption, self.loaders.held_out(data, meta)
+        )
+
+    # A day ------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> bool:
+        before = self.train_data.path
+        if self.train_data.epoch < self.progress.epoch:
+            self._validate()  # and save the state after the day before
+            with self.clock.part("data_wait"):
+                day = self._next_day()
+            if day is None:
+                self.validations.last_step = self.steps
+                return False
+            self.train_data.open(day, self.progress.epoch)
+
+        # A resumed run has evaluated its day.
+        if not self.train_data.begun:
+            self._evaluate_day(before)
+        return True
+
+    def _evaluate_day(self, before: Path) -> None:
+        """Evaluate the model on the rows that it is about to be trained on.
+
+        Raises:
+            ValueError: it has diverged.
+        """
+        day, config = self.train_data.path, self.config
+        text = f"day {day.name}: {self.train_data.rows:,} rows"
+        others = sum(
+            own.rows for name, own in self.train_data.meta.splits.items() if name != "train"
+        )
+        text += f" (and {others:,} of other splits)" if others else ""
+        if self.steps or config.init_from:
+            rows = self.loaders.coming(str(day), self.train_data.meta, str(before))
+            self.held_out = self.evaluator(self.held_out.interruption, rows)
+            values = self._evaluate("day")
+
+            # In the entry of the step that follows, which goes if that step is trained again.
+            self.tracker.log(self.steps + 1, tracking.named("day", values), day=day.name)
+            if self.held_out.diverged:
+                raise ValueError(f"{day}: {self.held_out.diverged}")
+            text += f", AUC {values['auc']:.4f} before training on them"
+        self._held_out_of_day()
+        self._say(text)
+
+    # The next day -----------------------------------------------------------------------------
+
+    def _next_day(self) -> Path | None:
+        """Wait for the next day; None if there is none, and the run is not to wait."""
+        wait, after, told = self.config.follow_wait, self.train_data.path.name, False
+        while True:
+            self.world.from_first(self._note_late_days)
+            path, complete = self.world.from_first(partial(next_day, self._days, after))
+            if path is not None and complete:
+                if _has_rows(path):
+                    return path
+                after = path.name
+                self._say(f"day {after}: no rows, it is left out")
+                continue
+
+            what = f"{path} has no {META_FILE} yet" if path else f"no day after {after}"
+            if not wait:
+                self._say(f"{what}: the run ends; --resume {self.directory} continues it")
+                return None
+            if not told:
+                self._say(f"{what}: looking again every {wait} s")
+                told = True
+            self._pause(wait)
+
+    def _note_late_days(self) -> None:
+        """Print a note on days that have come since, and whose turn is over."""
+        names = set(day_names(self._days))
+        for name in sorted(names - self._known):
+            if name < self.train_data.path.name:
+                late = f"{self._days / name} came after {self.train_data.path.name} was read"
+                print_error(f"note: {late}: days are read in order, so it is left out")
+        self._known = names
+
+    def _pause(self, seconds: int) -> None:
+        for _ in range(seconds):
+            time.sleep(1)
+            self.held_out.interruption.check(self._stop)
+
+    def _say(self, text: str) -> None:
+        if not self.silent:
+            print(text, flush=True)  # days may pass before the next line
+
+
+def _has_rows(day: Path) -> bool:
+    """Whether a day has training rows; False for one without any rows.
+
+    Raises:
+        ValueError: all of its rows are for validation or test.
+    """
+    meta = Meta.read(day, allow_outside=True)
+    if not meta.has_rows("train") and any(split.rows for split in meta.splits.values()):
+        raise ValueError(
+            f"{day} has no training rows, only those of other splits: prepare it with --split 1 0 0"
+        )
+    return meta.has_rows("train")

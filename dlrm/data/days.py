@@ -1,0 +1,81 @@
+"""Prepared days that arrive one after another: a directory for each, in the order of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dlrm.data.schema import META_FILE, Meta
+
+
+def day_names(directory: Path) -> list[str]:
+    """The directories in a directory, by name, whether they are complete or not. Hidden ones are
+    left out.
+    """
+    entries = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path.name for path in entries if path.name[0] != "." and path.is_dir())
+
+
+def next_day(directory: Path, after: str = "") -> tuple[Path | None, bool]:
+    """The first day after another one, and whether it is complete.
+
+    A day is complete once it has its ``meta.json``, which a preparation writes last. One that is
+    not hides those after it, as days are read in order.
+
+    Args:
+        directory: holds a prepared directory for each day.
+        after: name of the day before.
+    """
+    for name in day_names(directory):
+        if name > after:
+            return directory / name, (directory / name / META_FILE).is_file()
+    return None, False
+
+
+def first_day(directory: str, data: str | None = None) -> str:
+    """The day from whose ``meta.json`` a model is built.
+
+    Args:
+        directory: holds a prepared directory for each day.
+        data: the choice of the run that is resumed, which is kept if it is still there.
+
+    Raises:
+        ValueError: there is no complete day, or ``data`` is not one of them.
+    """
+    if data is not None and Path(data).resolve().parent != Path(directory).resolve():
+        raise ValueError(f"data is {data}, but --follow reads the days in {directory}: remove it")
+    if data is not None and (Path(data) / META_FILE).is_file():
+        return data
+
+    path, complete = next_day(Path(directory))
+    if path is None or not complete:
+        found = f"only {path}, which has no {META_FILE} yet" if path else "no directory at all"
+        raise ValueError(
+            f"follow is {directory}, which must have a prepared directory for each day, but has "
+            f"{found}: prepare a day there first, with dlrm prepare --output {directory}/NAME"
+        )
+    return str(path)
+
+
+def require_same_columns(first: Path, meta: Meta, day: Path, other: Meta) -> None:
+    """Check that a day has the columns, the ids and the scaling of another one.
+
+    Args:
+        first, meta: a day.
+        day, other: the one that is checked.
+
+    Raises:
+        ValueError: it differs.
+    """
+    wrong = None
+    for what in ("label", "weight", "dense", "tables", "cardinalities", "lengths"):
+        if wrong is None and getattr(meta, what) != getattr(other, what):
+            here, there = (f"{getattr(each, what)!r:.100}" for each in (other, meta))
+            wrong = f"its {what} is {here}, that of {first} {there}"
+    prints = {meta.fingerprint, other.fingerprint} - {None}
+    if wrong is None and len(prints) > 1:
+        wrong = f"its ids or scalings are not those of {first}"
+    if wrong is not None:
+        raise ValueError(
+            f"{day} does not continue the days before it: {wrong}; prepare it again, with "
+            f"--ids-of {first} --split 1 0 0"
+        )
