@@ -183,8 +183,6 @@ class ShardedTables(Embedding):
         if isinstance(ids, Bags):
             assert self.mode == "sum"
             assert self.padding_idx is None
-            if self._packed_on_cpu:
-                return [self(ids, context=context).index_select(1, self._order)]
             return self._pool(self._counted(ids, context), context)
 
         # Exchange rows on a second stream.
@@ -219,15 +217,11 @@ class ShardedTables(Embedding):
         return self._in_order(self.parts(ids, context=context), None)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if self.mode == "max" or bags.weights is not None or self._packed_on_cpu:
+        if self.mode == "max" or bags.weights is not None:
             return super().lookup_bags(bags, context)
         counted = self._counted(bags, context)
         out = self._in_order(self._pool(counted, context), context.dtype)
         return out / counted.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
-
-    @property
-    def _packed_on_cpu(self) -> bool:
-        return self.dtype is not None and not self._order.is_cuda
 
     def _counted(self, bags: Bags, context: LookupContext) -> CountedBags:
         fixed = context.bag_sizes if self.padding_idx is None else None

@@ -111,8 +111,7 @@ class Block(SharedRows):
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
             return super().lookup_bags(bags, context)
-        packed_on_cpu = self.dtype is not None and not self.weight.is_cuda
-        if self.mode == "max" or packed_on_cpu:  # the maximum is one of projected rows
+        if self.mode == "max":  # of projected rows
             return Embedding.lookup_bags(self, bags, context)
         own_type = replace(context, dtype=None)  # which is that of the matrices
         return project(super().lookup_bags(bags, own_type), self.projection)

@@ -173,11 +173,6 @@ class SharedRows(Embedding):
         )
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
-        packed = self.dtype is not None
-        if (packed or self.mode == "max") and not self.weight.is_cuda:
-            # PyTorch's embedding_bag reads no packed rows, and for max it would make a dense
-            # gradient of the table.
-            return super().lookup_bags(bags.filled() if context.padded else bags, context)
         return lookup_bags(
             self.weight,
             self._table_rows,

@@ -21,7 +21,7 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import Weight, row_gradient
-from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, rows_of_torch, tiling
+from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, lookup, rows_of_torch, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
@@ -194,7 +194,7 @@ def lookup_bags(
 
     Args:
         weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
-            :class:`~dlrm.kernels.update.packed.PackedParameter`, for kernels only.
+            :class:`~dlrm.kernels.update.packed.PackedParameter`.
         tables: the rows of each table; with ``held``, mode sum only, and no weights.
         bags: ids, int32 or int64, and offsets (neither is checked). Weights need mode sum and get
             a gradient.
@@ -303,7 +303,7 @@ def check_bags(weight: Tensor, num_tables: int, bags: Bags, mode: str) -> None:
 def lookup_bags_torch(
     weight: Tensor, tables: TableRows, bags: Bags, mode: str, sparse: bool
 ) -> Tensor:
-    """:func:`lookup_bags` in PyTorch, of rows that are not packed."""
+    """:func:`lookup_bags` in PyTorch."""
     num_tables, ids, offsets = len(tables.starts), bags.ids, bags.offsets
     batch = bags.count // num_tables
     lengths = offsets.diff().view(num_tables, batch).sum(1)
@@ -315,8 +315,12 @@ def lookup_bags_torch(
         offsets, numbers, ids = offsets_of(here)[offsets], numbers[here], ids[here]
 
     rows = rows_of_torch(ids, numbers, tables)
+    if packed_rows(weight) is not None or mode == "max":
+        # PyTorch reads no packed rows, and for max it would make a dense gradient of the table.
+        vectors = lookup(weight, rows, sparse=sparse, impl="torch")
+        return pool_bags_torch(vectors, Bags(rows, offsets, bags.weights), num_tables, mode)
     pooled = functional.embedding_bag(
-        rows, weight, offsets, mode=mode, sparse=sparse and mode != "max",
+        rows, weight, offsets, mode=mode, sparse=sparse,
         per_sample_weights=bags.weights, include_last_offset=True,
     )  # fmt: skip
     return pooled.view(num_tables, batch, weight.shape[1]).transpose(0, 1)
