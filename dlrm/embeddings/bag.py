@@ -13,6 +13,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.registry import build
 from dlrm.kernels.update.packed import BITS
+from dlrm.utils.bags import check_weights
 
 
 class EmbeddingBag(nn.Module):
@@ -124,11 +125,7 @@ class EmbeddingBag(nn.Module):
             ValueError: offsets or weights do not match the ids.
             IndexError: an id is outside the table.
         """
-        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
-            raise ValueError(
-                f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, "
-                f"they must have the shape of input, {tuple(input.shape)}"
-            )
+        check_weights(per_sample_weights, input, self.mode)
         if per_sample_weights is not None:
             # A replica made by nn.DataParallel has plain tensors in place of parameters. Cores of
             # tensor trains are in bf16 next to packed rows, and the sum of both is in fp32.

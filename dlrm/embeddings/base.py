@@ -16,7 +16,7 @@ from dlrm.embeddings.common.packed import PacksRows
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
 from dlrm.kernels.lookup.pool import MODES, pool_bags_torch
-from dlrm.utils.bags import Bags
+from dlrm.utils.bags import Bags, check_weights
 
 
 class Common(TypedDict, total=False):
@@ -236,7 +236,7 @@ class Embedding(PacksRows, ABC):
         """
         if isinstance(ids, Bags):
             return self.forward(ids.ids, ids.offsets, ids.weights, context=context)
-        self._check_weights(per_sample_weights, ids)
+        check_weights(per_sample_weights, ids, self.mode)
 
         if offsets is not None:
             return self._bags(Bags(ids, offsets, per_sample_weights), context)
@@ -248,16 +248,6 @@ class Embedding(PacksRows, ABC):
         if self.padding_idx is not None:
             return self._bags(Bags.one_each(ids, per_sample_weights), context)
         return self._one_hot(ids, per_sample_weights, context)
-
-    def _check_weights(self, weights: Tensor | None, ids: Tensor) -> None:
-        """Raise unless the weights of ids have their shape, and the mode is sum."""
-        if weights is not None and self.mode != "sum":
-            raise ValueError(f"per_sample_weights need mode sum, this embedding has {self.mode}")
-        if weights is not None and weights.shape != ids.shape:
-            raise ValueError(
-                f"per_sample_weights have shape {tuple(weights.shape)}, "
-                f"they must have the shape of ids, {tuple(ids.shape)}"
-            )
 
     def _one_hot(self, ids: Tensor, weights: Tensor | None, context: LookupContext) -> Tensor:
         if self.check_ids:

@@ -10,6 +10,17 @@ from torch import Tensor
 from dlrm.utils.offsets import offsets_of
 
 
+def check_weights(weights: Tensor | None, ids: Tensor, mode: str) -> None:
+    """Raise a ``ValueError`` if weights are not one for each id, or rows are not summed."""
+    if weights is not None and mode != "sum":
+        raise ValueError(f"per_sample_weights need mode sum, the mode is {mode}")
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(
+            f"per_sample_weights have shape {tuple(weights.shape)}, they must have the shape of "
+            f"the ids, {tuple(ids.shape)}"
+        )
+
+
 @dataclass(frozen=True)
 class Bags:
     """The bags of ``F`` tables and ``B`` samples, table by table.
@@ -61,6 +72,15 @@ class Bags:
         return replace(
             self, ids=self.ids.contiguous(), offsets=self.offsets.contiguous(), weights=weights
         )
+
+    def check(self, num_tables: int, mode: str) -> None:
+        """Raise unless there are offsets for these tables, and weights as they go with the mode."""
+        check_weights(self.weights, self.ids, mode)
+        if self.count < 0 or self.count % num_tables:
+            raise ValueError(
+                f"{self.count + 1} offsets for {num_tables} tables: there must be one more than "
+                "tables times samples"
+            )
 
     def check_offsets(self) -> None:
         """Raise unless offsets rise from 0 to the number of ids; asynchronous on a GPU."""

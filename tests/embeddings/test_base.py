@@ -66,7 +66,7 @@ def test_shapes_that_do_not_fit_are_refused(arguments, message):
 
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_weights_need_sum(mode):
-    with pytest.raises(ValueError, match=f"per_sample_weights need mode sum, .* has {mode}"):
+    with pytest.raises(ValueError, match=f"per_sample_weights need mode sum, the mode is {mode}"):
         build("dense", [5], 4, mode=mode)(torch.tensor([[1]]), None, torch.tensor([[1.0]]))
 
 
@@ -225,7 +225,7 @@ def test_the_drop_in_refuses_to_load_without_memory(kind, assign):
 
 def test_the_drop_in_refuses_weights_of_another_shape():
     bag = EmbeddingBag(7, 4, mode="sum")
-    with pytest.raises(ValueError, match=r"have shape \(4,\), they must have the shape of input"):
+    with pytest.raises(ValueError, match=r"have shape \(4,\), they must have the shape of the ids"):
         bag(torch.zeros(2, 2, dtype=torch.long), None, torch.ones(4))
 
 

@@ -286,18 +286,7 @@ def check_bags(weight: Tensor, num_tables: int, bags: Bags, mode: str) -> None:
     require_integers(weight, ids=bags.ids, offsets=bags.offsets)
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
-    if bags.weights is not None and mode != "sum":
-        raise ValueError(f"per_sample_weights need mode sum, the mode is {mode}")
-    if bags.weights is not None and bags.weights.shape != bags.ids.shape:
-        raise ValueError(
-            f"per_sample_weights have shape {tuple(bags.weights.shape)}, they must have the shape "
-            f"of ids, {tuple(bags.ids.shape)}"
-        )
-    if bags.count < 0 or bags.count % num_tables:
-        raise ValueError(
-            f"{bags.count + 1} offsets for {num_tables} tables: there must be one more than "
-            "tables times samples"
-        )
+    bags.check(num_tables, mode)
 
 
 def lookup_bags_torch(

@@ -166,7 +166,9 @@ def tt_bags(
     """
     require_integers(cores[0], ids=bags.ids, offsets=bags.offsets)
     tables = shape.p.shape[0]
-    _check_bags(bags, mode, tables)
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode is {mode!r}, it must be sum or mean")
+    bags.check(tables, mode)
 
     batch, lookups = bags.count // tables, len(bags.ids)
     if not _runs_triton(cores, impl) or not lookups or not bags.count:
@@ -209,21 +211,6 @@ def _table_runs(tables: Tensor, ids: Tensor) -> tuple[Tensor, int]:
     if ids.dim() == 2 and tables.shape == (len(ids), 1):
         return tables.contiguous(), ids.shape[1]
     return tables.expand(ids.shape).contiguous(), 1
-
-
-def _check_bags(bags: Bags, mode: str, tables: int) -> None:
-    """Raise unless the arguments of :func:`tt_bags` fit together."""
-    if mode not in ("sum", "mean"):
-        raise ValueError(f"mode is {mode!r}, it must be sum or mean")
-    if bags.weights is not None and mode != "sum":
-        raise ValueError("weights need mode sum, not mean")
-    if bags.weights is not None and bags.weights.shape != bags.ids.shape:
-        raise ValueError(
-            f"weights have shape {tuple(bags.weights.shape)}, they must have that of ids, "
-            f"{tuple(bags.ids.shape)}"
-        )
-    if bags.count < 0 or bags.count % tables:
-        raise ValueError(f"offsets are {bags.count + 1}, they must be {tables} * B + 1")
 
 
 def _strategy(layout: FactorLayout, n: int, deterministic: bool | None) -> Strategy:

@@ -484,7 +484,7 @@ def test_errors_name_the_remedy(device):
         tt_bags(cores, shape, Bags(ids[0], offsets), mode="max")
     with pytest.raises(ValueError, match="weights need mode sum"):
         tt_bags(cores, shape, Bags(ids[0], offsets, torch.ones(3, device=device)), mode="mean")
-    with pytest.raises(ValueError, match=r"weights have shape \(2,\), they must have that of ids"):
+    with pytest.raises(ValueError, match=r"weights have shape \(2,\), they must have the shape"):
         tt_bags(cores, shape, Bags(ids[0], offsets, torch.ones(2, device=device)))
     with pytest.raises(ValueError, match=r"ids must be integers, got torch\.float32"):
         group.look_up(ids.float())
@@ -494,10 +494,10 @@ def test_errors_name_the_remedy(device):
         group.look_up(ids, skip=ids.long())
     tables = group.num_tables
     none = torch.zeros(tables + 2, dtype=torch.long, device=device)
-    with pytest.raises(ValueError, match=rf"offsets are {tables + 2}, they must be {tables} \* B"):
+    with pytest.raises(ValueError, match=f"{tables + 2} offsets for {tables} tables"):
         tt_bags(cores, shape, Bags(ids[0], none))
     alone = Group("d2-tall", device)
-    with pytest.raises(ValueError, match=r"offsets are 0, they must be 1 \* B"):
+    with pytest.raises(ValueError, match="0 offsets for 1 tables"):
         tt_bags([*alone.cores.values()], alone.shape, Bags(ids[0, :0], ids[0, :0]))
     huge = shape._replace(p=torch.tensor([[1 << 16, 1 << 16, 1]], device=device))
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
