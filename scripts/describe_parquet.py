@@ -35,11 +35,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from dlrm.data.column_values import is_list_of_ids
 from dlrm.data.parquet import (
     RowGroup,
     RowGroupReader,
     has_page_checksums,
-    is_list_of_ids,
     read_footer,
 )
 from dlrm.data.prepare.kinds import NoFeatureError, find_kind
@@ -66,13 +66,14 @@ class IdRange:
         (length,) = self.lengths if len(self.lengths) == 1 else (None,)
         return length or None
 
-    def update_lengths(self, bags: pa.ChunkedArray) -> None:
-        """Add the bags of one row group."""
-        self.lengths.update(pc.min_max(pc.list_value_length(bags)).as_py().values())
-        self.lengths.update([None] if bags.null_count else [])
+    def update(self, column: Categorical, where: object, ids: pa.ChunkedArray) -> None:
+        """Add the ids of one row group."""
+        name = column.name
+        if column.multi_hot:
+            self.lengths.update(pc.min_max(pc.list_value_length(ids)).as_py().values())
+            self.lengths.update([None] if ids.null_count else [])
+            ids = pc.list_flatten(ids)
 
-    def update(self, name: str, where: object, ids: pa.ChunkedArray) -> None:
-        """Add the ids of one row group; the bags of a multi-hot column are flattened."""
         limits = pc.min_max(ids).as_py()
         if limits["min"] is not None and limits["min"] < 0:
             raise ValueError(
@@ -89,35 +90,23 @@ class IdRange:
 
 
 def describe_files(
-    directory: Path,
-    files: dict[str, tuple[str, ...]],
-    *,
-    label: str,
-    dense: Sequence[str] | None = None,
-    categorical: Sequence[str] | None = None,
-    unseen: Unseen = "row",
-    like: Meta | None = None,
+    directory: Path, files: dict[str, tuple[str, ...]], meta: Meta, unseen: Unseen | None
 ) -> Meta:
     """Read all files once and describe them.
 
     Args:
         directory: directory of ``meta.json``.
         files: the Parquet files of each split, relative to ``directory``.
-        label: the column to predict.
-        dense: the dense columns; by default all columns of floating type except the label.
-        categorical: the categorical columns; by default all others of integers or lists of them.
+        meta: the columns.
         unseen: ``row``: one more row of each table stands for nulls and for later ids; ``error``:
-            ids must be in the table.
-        like: the description of other data, whose columns and tables these files have.
+            ids must be in the table. None: the tables are those of ``meta``.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged; a column is missing, of the wrong type or named twice; a
             label is missing or not in [0, 1]; an id is negative or too large, or a table of
-            ``like`` has no row for it.
+            ``meta`` has no row for it.
     """
-    first = next(name for names in files.values() for name in names)
-    meta = like or _columns(directory / first, label, dense, categorical)
     columns, reader = meta.categorical, RowGroupReader(directory, meta)
     row_groups = {
         split: [row_group for name in names for row_group in reader.open(directory / name)]
@@ -135,11 +124,7 @@ def describe_files(
                 labels = reader.labels(table, row_group)
                 positives[split] += round(float(labels.sum(dtype=np.float64)))
                 for column in columns:
-                    ids = table[column.name]
-                    if column.multi_hot:
-                        seen[column.name].update_lengths(ids)
-                        ids = pc.list_flatten(ids)
-                    seen[column.name].update(column.name, row_group, ids)
+                    seen[column.name].update(column, row_group, table[column.name])
                 missing = {name for name in missing if _is_missing(table[name])}
                 progress.update(row_group.rows)
 
@@ -147,12 +132,12 @@ def describe_files(
         split: Split(files=names, rows=rows[split], positives=positives[split])
         for split, names in files.items()
     }
-    if like is None:
-        _note_unused(directory / first, meta, dense)
     _note_missing([name for name in meta.dense if name in missing], sum(rows.values()))
     _note_unchecked([row_group for groups in row_groups.values() for row_group in groups])
-    pairs = zip(columns, seen.values(), strict=True)
-    tables = [_in_table(*pair) if like else _with_table(*pair, unseen) for pair in pairs]
+    tables = [
+        _with_table(column, ids, unseen) if unseen else _in_table(column, ids)
+        for column, ids in zip(columns, seen.values(), strict=True)
+    ]
     made_by = {"made_by": DESCRIBED}
     return replace(meta, categorical=tuple(tables), splits=described, options=made_by)
 
@@ -341,17 +326,15 @@ def describe(options: Namespace) -> None:
     directory: Path = options.directory
     if (directory / META_FILE).exists() and not options.overwrite:
         raise ValueError(f"{directory / META_FILE} exists; use --overwrite to replace it")
-    like = None if options.tables_of is None else _described(options.tables_of)
-    files = _files(options, needs_training=like is None)
-    meta = describe_files(
-        directory,
-        files,
-        label=options.label,
-        dense=options.dense,
-        categorical=options.categorical,
-        unseen=options.unseen,
-        like=like,
-    )
+    if options.tables_of is not None:
+        like = _described(options.tables_of)
+        meta = describe_files(directory, _files(options, needs_training=False), like, None)
+    else:
+        files = _files(options, needs_training=True)
+        first = directory / files["train"][0]
+        columns = _columns(first, options.label, options.dense, options.categorical)
+        meta = describe_files(directory, files, columns, options.unseen)
+        _note_unused(first, meta, options.dense)
     _print_summary(meta)
     if outside := meta.files_outside(directory):
         print(f"{len(outside)} files are not in {directory}: train with --loader.allow_outside")

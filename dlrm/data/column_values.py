@@ -133,3 +133,14 @@ class Sampling(NamedTuple):
     def of(self, table: pa.Table, labels: np.ndarray) -> pa.Table:
         """The rows of a row group that are kept."""
         return table.filter(pa.array(self.kept(labels))).combine_chunks()
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists."""
+    tests = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(test(kind) for test in tests)
+
+
+def is_list_of_ids(kind: pa.DataType) -> bool:
+    """Whether a column of this type can be a multi-hot feature."""
+    return is_list(kind) and pa.types.is_integer(kind.value_type)

@@ -12,8 +12,9 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..utils.messages import did_you_mean, listing, printable
-from .column_values import Sampling, read_bags, read_dense, read_ids, read_labels, read_weights
+from .column_values import (
+    Sampling,
+    is_list_of_ids,
+    read_bags,
+    read_dense,
+    read_ids,
+    read_labels,
+    read_weights,
+)
 from .schema import META_FILE, Meta
 
 
@@ -177,10 +186,7 @@ class RowGroupReader:
         Raises:
             ValueError: a value is invalid.
         """
-
-        def column(name: str) -> tuple[pa.Array, str]:
-            return only_chunk(table, name), f"{where}, column {name!r}"
-
+        column = partial(named_column, table, where)
         labels = np.zeros(len(table), np.uint8)
         if self.meta.label in table.schema.names:
             labels = self.labels(table, where)
@@ -204,8 +210,7 @@ class RowGroupReader:
         Raises:
             ValueError: a label is missing or not in [0, 1].
         """
-        name = self.meta.label
-        return read_labels(only_chunk(table, name), f"{where}, column {name!r}")
+        return read_labels(*named_column(table, where, self.meta.label))
 
     def open(self, path: Path) -> list[RowGroup]:
         """The row groups of one file, whose footer and schema are checked.
@@ -374,31 +379,12 @@ def has_page_checksums(row_group: RowGroup) -> bool:
     return re.match(number * 4, header, re.DOTALL) is not None
 
 
-def constant_columns(row_groups: Sequence[RowGroup], names: Collection[str]) -> list[str]:
-    """Those of the columns that have the same value in all rows, by the statistics in the files."""
-    values: dict[str, set[object]] = {}
-    for row_group in row_groups:
-        metadata = row_group.metadata.row_group(row_group.index)
-        for index in range(metadata.num_columns):
-            column = metadata.column(index)
-            if (name := column.path_in_schema) in names:
-                known = column.statistics is not None and column.statistics.has_min_max
-                found = (column.statistics.min, column.statistics.max) if known else (0, 1)
-                values.setdefault(name, set()).update(found)
-    return [name for name, found in values.items() if len(found) == 1]
-
-
-def is_list_of_ids(kind: pa.DataType) -> bool:
-    """Whether a column of this type can be a multi-hot feature."""
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_list(kind) for is_list in lists) and pa.types.is_integer(kind.value_type)
-
-
 def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
-def only_chunk(table: pa.Table, name: str) -> pa.Array:
-    """A column of a table as one array."""
+def named_column(table: pa.Table, where: object, name: str) -> tuple[pa.Array, str]:
+    """A column of a table as one array, and how errors name it."""
     column = table.column(name)
-    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return array, f"{where}, column {name!r}"

@@ -3,9 +3,8 @@
     python scripts/experiments/true_bytes.py --json benchmarks/true_bytes.json
 
 Papers count weights. Here pointers, codes, scales, full-precision copies and the state of row-wise
-Adagrad count as well, for the tables of Kaggle at full size. Our kinds are built by the library;
-of the others every tensor that their algorithm keeps is made, all without memory. Nothing is
-trained.
+Adagrad count as well, for the tables of Kaggle at full size. The library counts
+our kinds; of the others every tensor that their algorithm keeps is counted. Nothing is trained.
 
 CCE: Tsang and Ahle, "Clustering the Sketch", NeurIPS 2023, arXiv 2210.05974; as in its published
 code, two int64 pointers per id and chunk. ALPT: Li et al., "Adaptive Low-Precision Training for
@@ -18,11 +17,11 @@ the address of its row, unless ids are renumbered by frequency.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.optim import RowOptimizer
@@ -42,35 +41,27 @@ OURS = {
     "robe": ("fp32", "int8"),
 }
 
-Parts = dict[str, list[Tensor]]
+Bytes = dict[str, int]
+"""Bytes by part."""
 
 
-def cce(rows: int, ratio: float) -> tuple[Parts, Parts]:
-    """Numbers that CCE keeps for a table in serving, and in training in addition."""
-    kept = max(1, int(rows / ratio / 2))
-    chunk = torch.empty(kept, CHUNKS, DIM // CHUNKS)
-    pointers = torch.empty(rows, CHUNKS, dtype=torch.int64)
-    serving = {"weights": [chunk, chunk], "pointers": [pointers, pointers]}
-    return serving, {"state": [torch.empty(kept, CHUNKS)] * 2}
+def cce(rows: int, ratio: float) -> tuple[Bytes, Bytes]:
+    """Bytes that CCE keeps for a table in serving, and in training in addition."""
+    kept = 2 * max(1, int(rows / ratio / 2))  # rows of two tables
+    serving = {"weights": 4 * DIM * kept, "pointers": 2 * 8 * CHUNKS * rows}
+    return serving, {"state": 4 * CHUNKS * kept}
 
 
-def alpt(rows: int, ratio: float) -> tuple[Parts, Parts]:
-    """Likewise for ALPT in 8 bits, whatever the ratio."""
-    step = torch.empty(rows, 1)
-    serving = {"weights": [torch.empty(rows, DIM, dtype=torch.int8)], "scales": [step]}
-    return serving, {"state": [step, step]}  # of the rows and of their steps
+def alpt(rows: int, ratio: float) -> tuple[Bytes, Bytes]:
+    """Likewise for ALPT in 8 bits, whatever the ratio; it has a state for rows and for steps."""
+    return {"weights": DIM * rows, "scales": 4 * rows}, {"state": 2 * 4 * rows}
 
 
-def mpe(rows: int, ratio: float) -> tuple[Parts, Parts]:
+def mpe(rows: int, ratio: float) -> tuple[Bytes, Bytes]:
     """Likewise for MPE."""
-    codes = torch.empty(int(rows * 4 * DIM / ratio), dtype=torch.uint8)
-    serving = {"weights": [codes], "pointers": [torch.empty(rows, dtype=torch.int32)]}
-    training = {
-        "fp32 copy": [torch.empty(rows, DIM)],
-        "choices": [torch.empty(-(-rows // GROUP), CANDIDATES)],
-        "state": [torch.empty(rows, 1)],
-    }
-    return serving, training
+    choices = 4 * CANDIDATES * -(-rows // GROUP)
+    serving = {"weights": int(rows * 4 * DIM / ratio), "pointers": 4 * rows}
+    return serving, {"fp32 copy": 4 * DIM * rows, "choices": choices, "state": 4 * rows}
 
 
 OTHERS = {"CCE": cce, "ALPT": alpt, "MPE": mpe}
@@ -78,20 +69,14 @@ OTHERS = {"CCE": cce, "ALPT": alpt, "MPE": mpe}
 
 def of_others(name: str, ratio: float) -> dict[str, Any]:
     """The bytes of a published method, tables too small to compress being dense in fp32."""
-    found: dict[str, dict[str, int]] = {"serving": {}, "training": {}}
+    found = {"serving": Counter[str](), "training": Counter[str]()}
     for rows in KAGGLE_CARDINALITIES:
         serving, training = OTHERS[name](rows, ratio)
         if name != "ALPT" and rows < 2 * ratio:
-            serving, training = (
-                {"weights": [torch.empty(rows, DIM)]},
-                {"state": [torch.empty(rows, 1)]},
-            )
+            serving, training = {"weights": 4 * DIM * rows}, {"state": 4 * rows}
         # Codes of MPE and their addresses come into being after training.
-        first = training if name == "MPE" and "fp32 copy" in training else serving | training
-        for where, parts in (("serving", serving), ("training", first)):
-            for part, tensors in parts.items():
-                size = sum(tensor.nbytes for tensor in tensors)
-                found[where][part] = found[where].get(part, 0) + size
+        found["serving"].update(serving)
+        found["training"].update(training if "fp32 copy" in training else serving | training)
     return {"method": name, "ratio": None if name == "ALPT" else ratio, **found}
 
 
@@ -101,10 +86,9 @@ def of_ours(kind: str, dtype: str, ratio: float) -> dict[str, Any]:
     budget = None if kind == "dense" else format_ratio(ratio)
     plan = make_table_plan(names, KAGGLE_CARDINALITIES, DIM, kind, budget=budget, dtype=dtype)
     arch = SparseArch(KAGGLE_CARDINALITIES, DIM, plan, dtype=dtype)
-    serving: dict[str, int] = {}
+    serving = Counter[str]()
     for table in arch.footprint():
-        for part, size in table.items():
-            serving[part] = serving.get(part, 0) + size
+        serving.update(table)
     parameters = list(arch.parameters())
     state = RowOptimizer(parameters, "rowwise_adagrad").state_bytes(parameters)
     return {

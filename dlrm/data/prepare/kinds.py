@@ -12,18 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .column_options import yaml_line
 from .number_texts import PLAIN, Marks, find_marks
-from .values import (
-    DAY,
-    MISSING_TIME,
-    NUMBER_MISSING,
-    SECONDS,
-    is_list,
-    is_text,
-    times,
-)
+from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_text, times
 
 FEW_VALUES = 20
 EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids

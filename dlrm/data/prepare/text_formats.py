@@ -14,9 +14,10 @@ import pyarrow.csv
 import pyarrow.json
 from numpy.typing import NDArray
 
+from ..column_values import is_list
 from .bad_rows import BadRow, BadValue, shown
 from .text_blocks import TextBlock
-from .values import NUMBER_MISSING, failing, is_list, is_number, is_text, numbers
+from .values import NUMBER_MISSING, failing, is_number, is_text, numbers
 
 QUOTE = ord('"')
 UNIT = "\x1f"  # the "unit separator" of ASCII, in place of a delimiter of two characters

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .hex_keys import hex_keys, modulo
 from .number_texts import Marks, find_marks
@@ -258,12 +259,6 @@ def is_number(kind: pa.DataType) -> bool:
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column of this type holds texts."""
     return kind in (pa.string(), pa.large_string(), pa.string_view())
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds lists."""
-    tests = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
-    return any(test(kind) for test in tests)
 
 
 def as_texts(values: pa.Array, name: str) -> pa.Array:

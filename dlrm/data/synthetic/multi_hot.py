@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dlrm.data.column_values import read_ids
-from dlrm.data.parquet import RowGroupReader, only_chunk
+from dlrm.data.parquet import RowGroupReader, named_column
 from dlrm.data.schema import Categorical, Meta
 from dlrm.data.synthetic.distributions import mix
 from dlrm.data.threads import map_in_order
@@ -198,8 +198,8 @@ def _write(
             for feature, (table, one_hot) in enumerate(
                 zip(tables, reader.meta.categorical, strict=True)
             ):
-                where, array = f"{row_group}, column {table.name!r}", only_chunk(rows, table.name)
-                ids = read_ids(array, where, one_hot, table.cardinality).astype(np.int64)
+                column = named_column(rows, row_group, table.name)
+                ids = read_ids(*column, one_hot, table.cardinality).astype(np.int64)
                 columns[table.name] = id_array(
                     torch.from_numpy(ids), table, feature=feature, seed=seed
                 )
