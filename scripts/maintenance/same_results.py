@@ -7,7 +7,7 @@ Both make small data and train many short runs with the programs of the tree in 
 directory, and read nothing but the files that the programs write. To record another tree, or one
 from before this script, start the script by its path from there. On a GPU (``--device cuda``) runs
 with ``--deterministic true`` must be equal to the last digit, the others within a tolerance. What
-is run, and how options are spelled, stands in same_results_runs.py.
+is run stands in same_results_runs.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import math
 import operator
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -59,28 +57,15 @@ def program(name: str, *arguments: object) -> str:
     return out.getvalue()
 
 
-@cache
-def known_options() -> frozenset[str]:
-    """Options that train.py of this tree lists."""
-    return frozenset(re.findall(r"^ *--([\w.]+)", program("train", "--help"), re.MULTILINE))
-
-
-def spelled(option: str) -> str:
-    """The name of an option in this tree."""
-    renamed = runs.RENAMED.get(option, option)
-    return renamed if renamed in known_options() else option
-
-
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested JSON by name; what was renamed has the name that is used here."""
+    """The leaves of nested JSON by name."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
         yield name, values
         return
-    first = {new: old for old, new in runs.RENAMED.items()}
     for key, value in values.items():
-        yield from flat(value, f"{name} {first.get(str(key), key)}".strip())
+        yield from flat(value, f"{name} {key}".strip())
 
 
 def digest(content: bytes) -> str:
@@ -165,7 +150,7 @@ class Recorder:
             options = runs.COMMON | options | {"name": name, "device": self.device}
             self._make(options["data"])
 
-        argv = [f"--{spelled(option)}={value}" for option, value in options.items()]
+        argv = [f"--{option}={value}" for option, value in options.items()]
         torch.use_deterministic_algorithms(False)  # which an earlier run may have switched on
         if name.startswith("processes_"):
             two_processes(argv)

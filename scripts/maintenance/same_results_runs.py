@@ -1,4 +1,4 @@
-"""Data and runs that same_results.py records, with their options as train.py spells them."""
+"""Data and runs that same_results.py records."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
-
-RENAMED: dict[str, str] = {}
-"""Options, metrics and fields of result.json that were renamed: the name that is used here, and the
-one that trees know by now. A tree that does not list the new option is given the old one."""
 
 SYNTHETIC = "--rows 6000 --cardinalities 3000 1200 600 300 100 60 30 12"
 FEW = "--rows 1500 --like kaggle --cap 500"

