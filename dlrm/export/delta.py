@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,15 +44,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 20  # rows that are compared at a time
 
 
-def export_delta(
-    run: Path,
-    output: Path,
-    base: Path,
-    options: ExportOptions,
-    *,
-    note: Callable[[str], object] = print,
-) -> dict[str, Any]:
-    """Export what changed since an export. The directory appears when it is complete.
+def export_delta(run: Path, output: Path, base: Path, options: ExportOptions) -> dict[str, Any]:
+    """Export what changed since an export, and print what that is. The directory appears when it is
+    complete.
 
     Args:
         run: run directory, or a checkpoint in it.
@@ -60,7 +54,6 @@ def export_delta(
         base: the earlier export, whose number format is taken, and whose programs are compiled
             again if shapes have changed.
         options: ``last`` and ``data`` apply.
-        note: called with a line for each part.
 
     Returns:
         The contents of ``delta.json``.
@@ -100,10 +93,10 @@ def export_delta(
         tensors, described = changes_between(old, new)
         save_weights(tensors, directory / ROWS)
         rows = sum(len(v) for n, v in tensors.items() if n.startswith("row_numbers:"))
-        note(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
+        print(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
 
         taken = _take_changed(full, directory / FILES, before["files"], after["files"])
-        note(f"{FILES}/: {len(taken)} files that changed")
+        print(f"{FILES}/: {len(taken)} files that changed")
 
         delta = {
             "format": FORMAT,

@@ -63,16 +63,14 @@ class ExportOptions:
     """The prepared data, for a run that has no copy of its preparation."""
 
 
-def export_run(
-    run: Path, output: Path, options: ExportOptions, *, note: Callable[[str], object] = print
-) -> dict[str, Any]:
-    """Export a trained model. The directory appears when it is complete.
+def export_run(run: Path, output: Path, options: ExportOptions) -> dict[str, Any]:
+    """Export a trained model, and print a line for each file. The directory appears when it is
+    complete.
 
     Args:
         run: run directory, or a checkpoint in it.
         output: directory to make.
         options: the parts of the export.
-        note: called with a line for each file.
 
     Returns:
         The manifest.
@@ -86,7 +84,7 @@ def export_run(
         raise ValueError(f"{output} exists: name another directory, or remove it")
     exporter = open_run(run, options)
     with atomic_directory(output) as temporary:
-        manifest = exporter.write(temporary, note)
+        manifest = exporter.write(temporary, print)
         # The last of the files, as it lists the others.
         with atomic_write(temporary / MANIFEST) as path:
             path.write_text(as_text(manifest))

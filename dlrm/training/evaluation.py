@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -31,8 +31,6 @@ class TrainedModel:
 
     model: DLRM
     """In evaluation mode."""
-    spec: Mapping[str, Any]
-    """The arguments from which it was made."""
     loader: BatchLoader
     """Reads one split in order, on the device of the model."""
     open_loader: Callable[..., BatchLoader]
@@ -93,7 +91,6 @@ class TrainedModel:
         _note_other_tables(model, loader.meta)
         return cls(
             model=model,
-            spec=state.model,
             loader=loader,
             open_loader=open_loader,
             bf16=used.precision == "bf16",
@@ -103,16 +100,13 @@ class TrainedModel:
         """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""
         return metrics.predict(self.model, [batch], bf16=self.bf16)
 
-    def evaluate(
-        self, model: DLRM | None = None, *, groups: Groups | None = None
-    ) -> dict[str, Any]:
+    def evaluate(self, groups: Groups | None = None) -> dict[str, Any]:
         """Metrics of all rows; see :func:`~dlrm.training.metrics.classification`.
 
         Args:
-            model: another model with the same inputs, in place of the trained one.
             groups: of the rows: AUC by group too, and the ``worst`` and ``best`` groups by name.
         """
-        outputs = metrics.predict(model or self.model, self.loader, bf16=self.bf16)
+        outputs = metrics.predict(self.model, self.loader, bf16=self.bf16)
         values: dict[str, Any] = metrics.classification(*outputs)
         if groups is not None:
             areas = group_areas(*outputs, groups=groups)

@@ -54,25 +54,13 @@ class Ties:
         return cls(positives=positives, negatives=negatives, groups=groups)
 
 
-def auc(scores: Tensor, labels: Tensor, weights: Tensor | np.ndarray | None = None) -> float:
-    """The area under the ROC curve, exactly.
+def roc_area(ties: Ties) -> float:
+    """The area under the ROC curve of samples without groups, exactly (AUC).
 
     It is the share of pairs of a positive and a negative that are in the right order; a tie counts
-    half. Without weights all counts are integers, so the order of the samples makes no difference.
-
-    Args:
-        scores: ``[n]``.
-        labels: ``[n]``, 0 or 1.
-        weights: ``[n]``; a pair counts as the product of its weights.
-
-    Returns:
-        The area; NaN where fewer than two classes occur.
+    half, and a pair the product of its weights. Without weights all counts are integers, so the
+    order of the samples makes no difference. NaN where fewer than two classes occur.
     """
-    return roc_area(Ties.of(scores, labels, weights))
-
-
-def roc_area(ties: Ties) -> float:
-    """The area under the ROC curve of samples without groups; see :func:`auc`."""
     positives, negatives = ties.positives, ties.negatives
     below = 2 * negatives.cumsum(0) - negatives  # twice the negatives below, and half of a tie's
     ordered, pairs = (positives * below).sum(), positives.sum() * negatives.sum()

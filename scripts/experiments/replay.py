@@ -23,7 +23,7 @@ from dlrm.config.schema import RunConfig
 from dlrm.data.criteo import Options, prepare
 from dlrm.data.schema import Meta
 from dlrm.training.predictor import Predictor
-from dlrm.training.ranking import auc
+from dlrm.training.ranking import Ties, roc_area
 from dlrm.training.score_file import LABEL, PROBABILITY
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
@@ -148,7 +148,7 @@ class Replay:
             torch.from_numpy(np.concatenate([part[name].to_numpy() for part in parts]))
             for name in (PROBABILITY, LABEL)
         )
-        return auc(scores, labels)
+        return roc_area(Ties.of(scores, labels))
 
 
 def replay(options: Namespace) -> None:

@@ -124,8 +124,7 @@ def _draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
         texts = points[["ratio", label]].join(parts[[2, 4]])
         for ratio, value, rank, size in () if fitted else texts.itertuples(index=False):
             text = f"{100 * float(size):g}%" if cached else rank
-            place = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 8}
-            axes.annotate(text, (ratio, value), **place)
+            axes.annotate(text, (ratio, value), (4, 3), textcoords="offset points", fontsize=8)
 
     if parts[0].any():
         axes.plot([], [], "kx", label="dense, compressed and fine-tuned")

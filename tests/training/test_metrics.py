@@ -8,7 +8,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.groups import Groups
 from dlrm.training.metrics import classification, predict, sigmoid
 from dlrm.training.plots import Plots
-from dlrm.training.ranking import auc, group_areas
+from dlrm.training.ranking import Ties, group_areas, roc_area
 
 
 def test_metrics_agree_with_scikit_learn():
@@ -35,10 +35,10 @@ def test_auc_counts_ties_half_and_ignores_the_order(device, digits, share):
     scores, labels = random.normal(size=3000).round(digits), random.random(3000) < share
     expected = roc_auc_score(labels, scores)
     tensors = [torch.tensor(x, device=device) for x in (scores, labels.astype(np.float32))]
-    found = auc(*tensors)
+    found = roc_area(Ties.of(*tensors))
     assert found == pytest.approx(expected, rel=1e-12)
     order = torch.randperm(3000, device=device)
-    assert auc(*(tensor[order] for tensor in tensors)) == found
+    assert roc_area(Ties.of(*(tensor[order] for tensor in tensors))) == found
 
 
 def grouped(of_rows):
@@ -120,7 +120,7 @@ def test_plots_bin_all_samples(device):
 
 @pytest.mark.parametrize("labels", [[], [1.0], [0.0, 0.0]])
 def test_auc_of_fewer_than_two_classes_is_no_number(labels):
-    assert np.isnan(auc(torch.zeros(len(labels)), torch.tensor(labels)))
+    assert np.isnan(roc_area(Ties.of(torch.zeros(len(labels)), torch.tensor(labels))))
 
 
 def test_predicting_the_base_rate_has_entropy_one():
