@@ -1,11 +1,12 @@
 """The kernels of :mod:`dlrm.kernels.dynamic.index`.
 
-A step finds the slots of all look-ups. Of each missing id one look-up is its *claimant*: they agree
-by compare-and-swap in a hash table of look-ups, which is as large as the batch. Each round, the
-claimants choose buckets and are linked to a list for each; then one program a bucket keeps the
-smallest ids of its list, and takes them and its slots in ascending order, so that the order of the
-list does not matter. Memory of a step depends on the number of look-ups and buckets only, and the
-later kernels do no more work than there are missing ids.
+A step finds the slots of all look-ups, and lists those whose ids have none. Of each such id one
+look-up is its *claimant*: they agree by compare-and-swap in a hash table of look-ups, which is as
+large as the batch. Each round, the claimants choose buckets by the scores of their slots alone, and
+are linked to a list for each: for the last round if both are full, as these do not change before.
+Then each list is reduced to its smallest ids, which take slots in ascending order: so the order of
+the list does not matter. Memory of a step depends on the number of look-ups and buckets only.
+Kernels after the first do no more work than there are missing ids, and none in rounds without any.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dlrm.kernels.lists import append
 LANES = tl.constexpr(32)  # slots of a bucket
 EMPTY = GOLDEN  # stands for no id; the id of this number never gets a slot
 SEED = tl.constexpr(0x5851F42D4C957F2D)  # of the draw of an admission by chance
-SPARE = tl.constexpr(64)  # programs that swap in cells of their own where they have no claim
+SPARE = tl.constexpr(1 << 14)  # cells to swap in without a claim
 NOT_PLACED, WAITING, FULL = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
 SMALLEST, LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 
@@ -40,41 +41,33 @@ class Lookups(NamedTuple):
     """How many of them there are, ``[1]``; None: ``n``."""
 
 
-class Arrays(NamedTuple):
-    """The tensors of an index."""
-
-    ids: Tensor
-    scores: Tensor
-    first: Tensor
-    buckets: Tensor
-    time: Tensor
-    sketch: Tensor
-    counts: Tensor
-
-
 class Work(NamedTuple):
-    """Memory of one step, int32."""
+    """Memory of one step, int32 but for ``new_ids``."""
 
-    slots: Tensor
-    """Slot of each look-up before the step, ``[n]``; -1 for none."""
-    claimants: Tensor
-    """The look-up that stands for the id of each missing one, ``[n]``."""
-    status: Tensor
-    """Of claimants the slot, or why there is none, ``[n]``."""
     missing: Tensor
-    """List of the claimants."""
-    next: Tensor
-    """For each in the list the next one of the same bucket, -1 at the end, ``[n]``."""
-    heads: Tensor
-    """The first one of each bucket."""
+    """List of the look-ups whose ids have no slot, ``[n]``."""
+    claimants: Tensor
+    """For each in this list the look-up that stands for its id, ``[n]``."""
+    status: Tensor
+    """Of claimants the slot, or why there is none, ``[n]``, by look-up."""
+    new: Tensor
+    """List of the claimants, ``[n]``."""
+    new_ids: Tensor
+    """Their ids, ``[n]`` int64."""
     chosen: Tensor
-    """List of the buckets that ids have chosen in a round."""
+    """For each of them the list that it is in, ``[n]``."""
+    next: Tensor
+    """And the next one in that list, -1 at the end, ``[n]``."""
+    heads: Tensor
+    """The first one of each list: of each bucket for this round, and of each for the last one."""
     counters: Tensor
-    """Lengths of ``missing``, and of ``chosen`` in each round."""
+    """``[1 + rounds, 4]``: lengths of ``missing`` and ``new``, and whether ids have chosen a bucket
+    for the last round; for each round whether ids are left, and whether they have chosen one."""
     claims: Tensor
     """Hash table of claimants, and cells that count for nothing."""
     cells: int
     """Its size, a power of two."""
+    buckets: int
 
 
 @triton.jit
@@ -132,16 +125,6 @@ def _local_row(index, num_shared, slot, id, table, inside):
 
 
 @triton.jit
-def find_rows(index, num_shared, lookups, rows, BLOCK: tl.constexpr):
-    """The row of each look-up within its table."""
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < lookups.n
-    id, table = _load(lookups, k, inside)
-    slot = _probe(index, id, table, inside)
-    tl.store(rows + k, _local_row(index, num_shared, slot, id, table, inside), mask=inside)
-
-
-@triton.jit
 def _sketch_cells(index, id, table, half):
     """The two cells that count an id."""
     key = mix_triton(id) ^ mix_triton(table + 1)
@@ -149,58 +132,73 @@ def _sketch_cells(index, id, table, half):
 
 
 @triton.jit
-def find_and_claim(
-    index, lookups, work, half, BLOCK: tl.constexpr, EVICTION: tl.constexpr, COUNT: tl.constexpr
-):
-    """Find the slots of look-ups and score them; of each missing id, list one look-up."""
+def find(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    """The row of each look-up within its table. In a step, score slots, and list missing ids."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, live = k < lookups.n, _live(lookups, k)
     id, table = _load(lookups, k, inside)
     slot = _probe(index, id, table, live)
-    found = slot >= 0
-    tl.store(work.slots + k, slot, mask=inside)
-    tl.atomic_add(index.counts, tl.sum(found.to(tl.int64), 0), sem="relaxed")
+    tl.store(rows + k, _local_row(index, num_shared, slot, id, table, inside), mask=inside)
 
-    # All look-ups of a slot store the same score.
-    step, clock = tl.load(index.time), tl.load(index.time + 1)
-    score = tl.load(index.scores + slot, mask=found, other=0)
-    new = used_triton(score, step, clock, EVICTION)
-    tl.store(index.scores + slot, new, mask=found & (new != score))
+    if work is not None:
+        found = slot >= 0
+        tl.atomic_add(index.counts, tl.sum(found.to(tl.int64), 0), sem="relaxed")
+        missing = live & (slot < 0)
+        tl.store(work.missing + append(work.counters, missing), k, mask=missing)
 
-    # Claim the ids that are missing.
-    missing = live & (slot < 0) & (id != EMPTY)
-    if COUNT:
-        one, other = _sketch_cells(index, id, table, half)
-        tl.atomic_add(one, 1, mask=missing, sem="relaxed")
-        tl.atomic_add(other, 1, mask=missing, sem="relaxed")
-    claimant, pending = k, missing
-    at = ((mix_triton(id + table * GOLDEN) >> 16) & (work.cells - 1)).to(tl.int32)
-    spare = work.cells + (tl.program_id(0) % SPARE) * BLOCK + tl.arange(0, BLOCK)
-    none = tl.full([BLOCK], -1, tl.int32)
-    while tl.max(pending.to(tl.int32), 0) > 0:
-        holder = tl.load(work.claims + at, mask=pending, other=0)
-        free = pending & (holder < 0)
-        old = tl.atomic_cas(work.claims + tl.where(free, at, spare), none, k, sem="relaxed")
-        won = free & (old < 0)
-        holder = tl.where(free, old, holder)
-        pending &= ~won
-        its_id, its_table = _load(lookups, holder, pending)
-        same = pending & (its_id == id) & (its_table == table)
-        claimant = tl.where(same, holder, claimant)
-        pending &= ~same
-        at = (at + 1) & (work.cells - 1)
-    tl.store(work.claimants + k, claimant, mask=inside)
-    claims = missing & (claimant == k)
-    tl.store(work.missing + append(work.counters, claims), k, mask=claims)
+        # All look-ups of a slot store the same score.
+        step, clock = tl.load(index.time), tl.load(index.time + 1)
+        score = tl.load(index.scores + slot, mask=found, other=0)
+        new = used_triton(score, step, clock, EVICTION)
+        tl.store(index.scores + slot, new, mask=found & (new != score))
+
+
+@triton.jit
+def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """Of each missing id, list one look-up."""
+    count = tl.load(work.counters)
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        m = start + tl.arange(0, BLOCK)
+        live = m < count
+        k = tl.load(work.missing + m, mask=live, other=0)
+        id, table = _load(lookups, k, live)
+        wanted = live & (id != EMPTY)
+        if COUNT:
+            one, other = _sketch_cells(index, id, table, half)
+            tl.atomic_add(one, 1, mask=wanted, sem="relaxed")
+            tl.atomic_add(other, 1, mask=wanted, sem="relaxed")
+
+        claimant, pending = k, wanted
+        at = ((mix_triton(id + table * GOLDEN) >> 16) & (work.cells - 1)).to(tl.int32)
+        none = tl.full([BLOCK], -1, tl.int32)
+        while tl.max(pending.to(tl.int32), 0) > 0:
+            holder = tl.load(work.claims + at, mask=pending, other=0)
+            free = pending & (holder < 0)
+            cell = tl.where(free, at, work.cells + m % SPARE)
+            old = tl.atomic_cas(work.claims + cell, none, k, sem="relaxed")
+            won = free & (old < 0)
+            holder = tl.where(free, old, holder)
+            pending &= ~won
+            its_id, its_table = _load(lookups, holder, pending)
+            same = pending & (its_id == id) & (its_table == table)
+            claimant = tl.where(same, holder, claimant)
+            pending &= ~same
+            at = (at + 1) & (work.cells - 1)
+
+        tl.store(work.claimants + m, claimant, mask=live)
+        first = live & (claimant == k)
+        tl.store(work.status + k, NOT_PLACED, mask=first)
+        to = append(work.counters + 1, first & wanted)
+        tl.store(work.new + to, k, mask=first & wanted)
+        tl.store(work.new_ids + to, id, mask=first & wanted)
 
 
 @triton.jit
 def _order(index, at, mask, EVICTION: tl.constexpr):
     """The order in which slots are taken."""
-    held = tl.load(index.ids + at, mask=mask, other=EMPTY)
     score = tl.load(index.scores + at, mask=mask, other=0)
     step, clock = tl.load(index.time), tl.load(index.time + 1)
-    return priority_triton(score, held == EMPTY, step, clock, EVICTION)
+    return priority_triton(score, step, clock, EVICTION)
 
 
 @triton.jit
@@ -220,24 +218,26 @@ def _admitted(
 
 
 @triton.jit
-def choose_buckets(
-    index, lookups, work, half, limit, ROUND: tl.constexpr, LAST: tl.constexpr,
+def choose(
+    index, lookups, work, flags, half, limit, FIRST: tl.constexpr, LAST: tl.constexpr,
     BLOCK: tl.constexpr, EVICTION: tl.constexpr, AFTER: tl.constexpr, CHANCE: tl.constexpr,
 ):  # fmt: skip
-    """Have each claimant without a slot choose a bucket, and link it to the list of that."""
-    count = tl.load(work.counters)
+    """Have each claimant without a slot choose a bucket, and link it to a list of that."""
+    count = tl.load(work.counters + 1)
+    if not FIRST:
+        count = tl.where(tl.load(flags) > 0, count, 0)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         j = start + tl.arange(0, BLOCK)
-        k = tl.load(work.missing + j, mask=j < count, other=0)
-        id, table = _load(lookups, k, j < count)
-        status = tl.load(work.status + k, mask=j < count, other=WAITING)
-        wanting = status == NOT_PLACED
-        if LAST:
-            wanting |= status == FULL
-        if ROUND == 0:
-            admitted = _admitted(index, id, table, wanting, half, limit, AFTER, CHANCE)
-            tl.store(work.status + k, WAITING, mask=wanting & ~admitted)
-            wanting = admitted
+        live = j < count
+        k = tl.load(work.new + j, mask=live, other=0)
+        id = tl.load(work.new_ids + j, mask=live, other=0)
+        table = tl.load(lookups.tables + k // lookups.repeat, mask=live, other=0)
+        if FIRST:
+            wanting = _admitted(index, id, table, live, half, limit, AFTER, CHANCE)
+            tl.store(work.status + k, WAITING, mask=live & ~wanting)
+            tl.store(work.chosen + j, -1, mask=live & ~wanting)
+        else:
+            wanting = tl.load(work.status + k, mask=live, other=WAITING) == NOT_PLACED
 
         # The bucket with more empty slots or, if both are full, with the slot to take first.
         one, other = _buckets(index, id, table, wanting)
@@ -249,85 +249,111 @@ def choose_buckets(
         second = tl.where(room, room_other > room_one, best_other < best_one)
         if not LAST:
             tl.store(work.status + k, FULL, mask=wanting & ~room)
-            wanting &= room
 
-        bucket = tl.where(second, other, one)
-        old = tl.atomic_xchg(work.heads + bucket, j, mask=wanting)
+        last = wanting & (~room | LAST)
+        chain = tl.where(second, other, one).to(tl.int32) + tl.where(last, work.buckets, 0)
+        old = tl.atomic_xchg(work.heads + chain, j, mask=wanting)
         tl.store(work.next + j, old, mask=wanting)
-        leads = wanting & (old < 0)
-        to = append(work.counters + 1 + ROUND, leads)
-        tl.store(work.chosen + to, bucket.to(tl.int32), mask=leads)
+        tl.store(work.chosen + j, chain, mask=wanting)
+        some = tl.max((wanting & ~last).to(tl.int32), 0) > 0
+        tl.store(flags + 1, 1, mask=some)
+        some = tl.max(last.to(tl.int32), 0) > 0
+        tl.store(work.counters + 2, 1, mask=some)
 
 
 @triton.jit
-def fill_buckets(
-    index, lookups, work, ROUND: tl.constexpr, LAST: tl.constexpr, EVICTION: tl.constexpr
-):
+def _smallest(work, head):
+    """The smallest ids of lists ``[BLOCK]``: ids and look-ups ``[BLOCK, LANES]``, and the lengths
+    of the lists.
+    """
+    lane = tl.arange(0, LANES)[None, :]
+    id = tl.full([head.shape[0], LANES], SMALLEST, tl.int64)
+    k, length = tl.zeros(id.shape, tl.int32), tl.zeros(head.shape, tl.int32)
+    j = head
+    while tl.max(j, 0) >= 0:
+        live = j >= 0
+        its_id = tl.load(work.new_ids + j, mask=live, other=0)[:, None]
+        its_k = tl.load(work.new + j, mask=live, other=0)[:, None]
+        largest = tl.max(id, 1)[:, None]
+        replaced = (length[:, None] >= LANES) & (id == largest) & (its_id < largest)
+        to = live[:, None] & (replaced | (lane == length[:, None]))
+        id, k = tl.where(to, its_id, id), tl.where(to, its_k, k)
+        length += live.to(tl.int32)
+        j = tl.load(work.next + j, mask=live, other=-1)
+    return id, k, length
+
+
+@triton.jit
+def fill(
+    index, work, flags, LAST: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr
+):  # fmt: skip
     """Give slots of each chosen bucket to the ids of its list, in ascending order."""
-    lane = tl.arange(0, LANES)
+    lane = tl.arange(0, LANES)[None, :]
     step, clock = tl.load(index.time), tl.load(index.time + 1)
-    score = used_triton(tl.full((), 0, tl.int32), step, clock, EVICTION)
-    inserted, evicted = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    for number in range(tl.program_id(0), tl.load(work.counters + 1 + ROUND), tl.num_programs(0)):
-        # The smallest ids of the list, and their look-ups.
-        bucket = tl.load(work.chosen + number).to(tl.int64)
-        id, k = tl.full([LANES], SMALLEST, tl.int64), tl.zeros([LANES], tl.int32)
-        length = tl.full((), 0, tl.int32)
-        j = tl.load(work.heads + bucket)
-        tl.store(work.heads + bucket, -1)
-        while j >= 0:
-            its_k = tl.load(work.missing + j)
-            its_id = tl.load(lookups.ids + its_k).to(tl.int64)
-            largest = tl.max(id, 0)
-            replaced = (id == largest) & (its_id < largest) & (length == LANES)
-            to = replaced | (lane == length)
-            id, k = tl.where(to, its_id, id), tl.where(to, its_k, k)
-            length = tl.minimum(length + 1, LANES)
-            j = tl.load(work.next + j)
-        live = lane < length
+    score = used_triton(tl.full([BLOCK], 0, tl.int32), step, clock, EVICTION)
+    inserted, evicted = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    some = tl.load(work.counters + 2 if LAST else flags + 1) > 0
+    count = tl.where(some, tl.load(work.counters + 1), 0)
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        # The lists of this round, each at the claimant that is its head.
+        j = start + tl.arange(0, BLOCK)
+        chain = tl.load(work.chosen + j, mask=j < count, other=-1)
+        own = (chain >= 0) & ((chain >= work.buckets) == LAST)
+        own &= tl.load(work.heads + chain, mask=own, other=-1) == j
+        tl.store(work.heads + chain, -1, mask=own)
+        bucket = (chain - LAST * work.buckets).to(tl.int64)
+        id, k, length = _smallest(work, tl.where(own, j, -1))
+        live = lane < length[:, None]
 
         # Its slots: the key of a slot is its place in the order in which they are taken, and its
         # lane.
-        order = _order(index, bucket * LANES + lane, lane < LANES, EVICTION)
-        key = (order.to(tl.int64) + 1) * LANES + lane
-        most = tl.sum((order < KEPT).to(tl.int32), 0)
+        order = _order(index, _slots_of(bucket), own[:, None], EVICTION)
+        key = (order + 1) * LANES + lane
+        most = tl.sum((order < KEPT).to(tl.int32), 1)
         if not LAST:
-            most = (tl.sum((order < 0).to(tl.int32), 0) + 1) // 2
-        placed = tl.minimum(length, most)
+            most = (tl.sum((order < 0).to(tl.int32), 1) + 1) // 2
+        placed = tl.minimum(tl.minimum(length, LANES), most)
+        if not LAST:
+            some = tl.max((length > placed).to(tl.int32), 0) > 0
+            tl.store(flags + 4, 1, mask=some)  # of the next round
 
         # Match them, each in ascending order.
-        for _ in range(placed):
-            first = tl.min(key, 0)
+        for turn in range(tl.max(placed, 0)):
+            on = turn < placed
+            first = tl.min(key, 1)
             slot = bucket * LANES + first % LANES
-            smallest = tl.min(tl.where(live, id, LARGEST), 0)
-            chosen = live & (id == smallest)
-            tl.store(index.ids + slot, smallest)
-            tl.store(index.scores + slot, score)
-            tl.store(work.status + tl.sum(tl.where(chosen, k, 0), 0), slot.to(tl.int32))
-            evicted += (first >= LANES).to(tl.int32)  # not an empty one
-            key = tl.where(key == first, LARGEST, key)
-            live = live & ~chosen
+            smallest = tl.min(tl.where(live, id, LARGEST), 1)
+            chosen = live & (id == smallest[:, None])
+            its_k = tl.sum(tl.where(chosen, k, 0), 1)
+            tl.store(index.ids + slot, smallest, mask=on)
+            tl.store(index.scores + slot, score, mask=on)
+            tl.store(work.status + its_k, slot.to(tl.int32), mask=on)
+            evicted += (on & (first >= LANES)).to(tl.int32)  # not an empty one
+            key = tl.where(key == first[:, None], 2**31 - 1, key)
+            live &= ~chosen
         inserted += placed
-    tl.atomic_add(index.counts + 1, inserted.to(tl.int64), mask=inserted > 0, sem="relaxed")
-    tl.atomic_add(index.counts + 2, evicted.to(tl.int64), mask=evicted > 0, sem="relaxed")
+    number = tl.sum(inserted, 0).to(tl.int64)
+    tl.atomic_add(index.counts + 1, number, mask=number > 0, sem="relaxed")
+    number = tl.sum(evicted, 0).to(tl.int64)
+    tl.atomic_add(index.counts + 2, number, mask=number > 0, sem="relaxed")
 
 
 @triton.jit
-def placed_rows(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr):
-    """The row of each look-up within its table after the ids were placed."""
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, live = k < lookups.n, _live(lookups, k)
-    id, table = _load(lookups, k, inside)
-    slot = tl.load(work.slots + k, mask=inside, other=0)
-    missing = inside & (slot < 0)
-    claimant = tl.load(work.claimants + k, mask=missing, other=0)
-    status = tl.load(work.status + claimant, mask=missing, other=0)
-    slot = tl.where(missing, status, slot)
-
-    waiting = missing & live & (status == WAITING)
-    not_placed = missing & live & (status < 0) & (status != WAITING)
-    number = tl.sum(waiting.to(tl.int64), 0)
+def finish(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr):
+    """The rows of the look-ups whose ids had no slot."""
+    waiting, not_placed = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    count = tl.load(work.counters)
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        m = start + tl.arange(0, BLOCK)
+        live = m < count
+        k = tl.load(work.missing + m, mask=live, other=0)
+        claimant = tl.load(work.claimants + m, mask=live, other=0)
+        status = tl.load(work.status + claimant, mask=live, other=0)
+        id, table = _load(lookups, k, live)
+        tl.store(rows + k, _local_row(index, num_shared, status, id, table, live), mask=live)
+        waiting += (status == WAITING).to(tl.int64)
+        not_placed += ((status < 0) & (status != WAITING)).to(tl.int64)
+    number = tl.sum(waiting, 0)
     tl.atomic_add(index.counts + 3, number, mask=number > 0, sem="relaxed")
-    number = tl.sum(not_placed.to(tl.int64), 0)
+    number = tl.sum(not_placed, 0)
     tl.atomic_add(index.counts + 4, number, mask=number > 0, sem="relaxed")
-    tl.store(rows + k, _local_row(index, num_shared, slot, id, table, inside), mask=inside)

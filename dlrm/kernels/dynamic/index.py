@@ -7,7 +7,8 @@ of both. A slot is 8 bytes for the id and 4 for its score (:mod:`dlrm.kernels.dy
 The new ids of a step are placed in a few rounds. In each, an id chooses the emptier of its buckets
 as they were before the round, and the ids of a bucket get its slots in ascending order: half of the
 empty ones, so that many new ids fill buckets evenly; and in the last round any of them. No slot
-that this x
+that this step has used is taken.
+
 An id without a slot, because it waits for admission, was evicted, or found both buckets full of ids
 of the same step, is never given the slot of another one. Its look-ups are counted.
 
@@ -29,10 +30,10 @@ from dlrm.kernels.dynamic.scores import KEPT, Eviction, Now, priority, used
 
 LANES, EMPTY = kernels.LANES.value, kernels.EMPTY.value
 ROUNDS = 5  # of a step: if many new ids come to a table at once, 1 in 10,000 finds no room at 0.85
-BLOCK = 64  # look-ups of a program that reads buckets
-CLAIMANTS = 8  # of a program that chooses buckets for missing ids
-WIDE = 1024  # look-ups of a program that does not
-PROGRAMS = 4096  # that go through lists
+BLOCK = 64  # look-ups of a program that reads their buckets
+LISTS = 16  # that a program goes through at a time
+WIDE = 256  # look-ups of a program that reads no buckets
+PROGRAMS = 1056  # that go through what is missing
 NAMES = ("found", "inserted", "evicted", "waiting", "not_placed")
 """Counters of an index: look-ups of ids with a slot; ids that came, and that left; look-ups of ids
 that wait for admission, and of ids for which there was no slot."""
@@ -58,7 +59,7 @@ class SlotIndex(NamedTuple):
     ids: Tensor
     """Id of each slot, ``[slots]`` int64; :data:`EMPTY` for none."""
     scores: Tensor
-    """``[slots]`` int32."""
+    """``[slots]`` int32; 0 for empty ones."""
     first: Tensor
     """First bucket of each table, ``[F]`` int64."""
     buckets: Tensor
@@ -185,8 +186,8 @@ def find_rows(
         return find_rows_torch(index, num_shared, tables, ids)
     lookups, rows = lookups_of(tables, ids, None), torch.empty_like(ids, dtype=torch.int64)
     if lookups.n:
-        kernels.find_rows[triton.cdiv(lookups.n, BLOCK),](
-            _arrays(index), num_shared, lookups, rows, BLOCK=BLOCK
+        kernels.find[triton.cdiv(lookups.n, BLOCK),](
+            _arrays(index), num_shared, lookups, None, rows, BLOCK=BLOCK, EVICTION=index.eviction
         )
     return rows
 
@@ -214,33 +215,33 @@ def place(
 
     lookups, rows = lookups_of(tables, ids, end), torch.empty_like(ids, dtype=torch.int64)
     work = _new_work(lookups.n, len(index.ids) // LANES, ids.device)
-    placed = Placed(rows, work.missing, work.counters[:1])
+    placed = Placed(rows, work.new, work.counters[0, 1:2])
     if not lookups.n:
         return placed
 
     arrays, eviction, admission = _arrays(index), index.eviction, index.admission
     half, grid = len(index.sketch) // 2, (triton.cdiv(lookups.n, BLOCK),)
-    kernels.find_and_claim[grid](
-        arrays, lookups, work, half, BLOCK=BLOCK, EVICTION=eviction, COUNT=admission.after > 1
-    )
+    kernels.find[grid](arrays, num_shared, lookups, work, rows, BLOCK=BLOCK, EVICTION=eviction)
 
-    # The programs of a round go through lists, of which only the device knows the length.
-    programs = min(triton.cdiv(lookups.n, CLAIMANTS), PROGRAMS)
-    for number in range(ROUNDS):
-        options = {"ROUND": number, "LAST": number == ROUNDS - 1, "EVICTION": eviction}
-        kernels.choose_buckets[programs,](
-            arrays, lookups, work, half, admission.limit, BLOCK=CLAIMANTS, AFTER=admission.after,
-            CHANCE=admission.chance < 1, num_warps=1, **options,
+    # The other programs go through lists, of which only the device knows the length.
+    grid = (min(triton.cdiv(lookups.n, BLOCK), PROGRAMS),)
+    kernels.claim[grid](arrays, lookups, work, half, BLOCK=WIDE, COUNT=admission.after > 1)
+    for number, flags in enumerate(work.counters[1:]):
+        last = number == ROUNDS - 1
+        kernels.choose[grid](
+            arrays, lookups, work, flags, half, admission.limit, FIRST=number == 0, LAST=last,
+            BLOCK=BLOCK, EVICTION=eviction, AFTER=admission.after, CHANCE=admission.chance < 1,
         )  # fmt: skip
-        kernels.fill_buckets[programs,](arrays, lookups, work, num_warps=1, **options)
-    kernels.placed_rows[triton.cdiv(lookups.n, WIDE),](
-        arrays, num_shared, lookups, work, rows, BLOCK=WIDE
-    )
+        kernels.fill[grid](
+            arrays, work, flags, LAST=last, BLOCK=LISTS, EVICTION=eviction, num_warps=2
+        )
+    kernels.finish[grid](arrays, num_shared, lookups, work, rows, BLOCK=WIDE)
     return placed
 
 
-def _arrays(index: SlotIndex) -> kernels.Arrays:
-    return kernels.Arrays(**{name: getattr(index, name) for name in kernels.Arrays._fields})
+def _arrays(index: SlotIndex) -> SlotIndex:
+    """The tensors of an index, as the argument of a kernel, which has the rules as constants."""
+    return index._replace(eviction=None, admission=None)  # type: ignore[arg-type]
 
 
 def lookups_of(tables: Tensor, ids: Tensor, end: Tensor | None) -> kernels.Lookups:
@@ -253,23 +254,24 @@ def lookups_of(tables: Tensor, ids: Tensor, end: Tensor | None) -> kernels.Looku
 
 def _new_work(n: int, buckets: int, device: torch.device) -> kernels.Work:
     """Memory of one step with ``n`` look-ups."""
-    cells = 1 << (2 * n).bit_length()
-    sizes = (cells + BLOCK * kernels.SPARE.value, n, buckets)
-    filled = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
-    claims, status, heads = filled.split(sizes)
-    empty = torch.empty((5, n), dtype=torch.int32, device=device)
-    slots, claimants, missing, following, chosen = empty
+    cells = 1 << n.bit_length()
+    sizes = (cells + kernels.SPARE.value, 2 * buckets)
+    claims, heads = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device).split(sizes)
+    empty = torch.empty((6, n), dtype=torch.int32, device=device)
+    missing, claimants, status, new, chosen, following = empty
     return kernels.Work(
-        slots=slots,
+        missing=missing,
         claimants=claimants,
         status=status,
-        missing=missing,
+        new=new,
+        new_ids=torch.empty(n, dtype=torch.int64, device=device),
+        chosen=chosen,
         next=following,
         heads=heads,
-        chosen=chosen,
-        counters=torch.zeros(1 + ROUNDS, dtype=torch.int32, device=device),
+        counters=torch.zeros((1 + ROUNDS, 4), dtype=torch.int32, device=device),
         claims=claims,
         cells=cells,
+        buckets=buckets,
     )
 
 
@@ -357,11 +359,10 @@ def _take(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
 
 def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -> Tensor:
     """One round: half of the empty slots of a bucket or, in the ``last`` one, any slots."""
-    held, scores = index.ids.view(-1, LANES), index.scores.view(-1, LANES)
+    scores = index.scores.view(-1, LANES)
 
     def order(buckets: Tensor) -> Tensor:
-        score = scores[buckets].long()
-        return priority(score, held[buckets] == EMPTY, index.now, index.eviction)
+        return priority(scores[buckets].long(), index.now, index.eviction)
 
     # The bucket with more empty slots or, if both are full, with the slot to take first.
     both = order(choices)  # [n, 2, LANES]

@@ -1,8 +1,9 @@
 """Scores of slots: which of them is the first to lose its id.
 
-A score has 31 bits. The low 8 are the number of the step that last used the slot, modulo 256: slots
-of this very step are not evicted, and one is counted once a step. (In one step of 256 a slot that
-was not used counts as used, by chance.) The other 23 bits are a *value*:
+A score has 31 bits, and is 0 for an empty slot. The low 8 bits are 1 more than the number of the
+step that last used the slot, modulo 255: slots of this very step are not evicted, and one is
+counted once a step. (In one step of 255 a slot that was not used counts as used, by chance.) The
+other 23 bits are a *value*:
 
 - ``lfu``: 13 bits for the period of the last use and 10 for the number of steps that used the slot,
   which halves from period to period.
@@ -27,8 +28,8 @@ TAG = tl.constexpr(0xFF)
 VALUE = tl.constexpr((1 << 23) - 1)
 PERIOD = tl.constexpr((1 << 13) - 1)
 COUNT = tl.constexpr((1 << 10) - 1)
-KEPT = tl.constexpr(2**30)
-"""The priority of a slot that must keep its id."""
+KEPT = tl.constexpr(1 << 23)
+"""The priority of a slot that must keep its id, above all others."""
 
 
 class Eviction(NamedTuple):
@@ -50,18 +51,16 @@ class Now(NamedTuple):
 
 
 def used(score: Tensor, now: Now, eviction: Eviction) -> Tensor:
-    """The scores of slots after a use in this step, int64; 0 is that of an empty slot before."""
-    step, value = now.step, now.clock & VALUE.value
+    """The scores of slots after a use in this step, int64."""
+    value, tag = now.clock & VALUE.value, now.step % 255 + 1
     if eviction.rule == "lfu":
-        period = step // eviction.half_life
+        period = now.step // eviction.half_life
         count = _count(score >> 8, period)
         value = ((period & PERIOD.value) << 10) | (count + 1).clamp(max=COUNT.value)
-    fresh = (value << 8) | (step & TAG.value)
-    counted = ((score & TAG.value) == (step & TAG.value)) & (score > 0)
-    return torch.where(counted, score, fresh)
+    return torch.where((score & TAG.value) == tag, score, (value << 8) | tag)
 
 
-def priority(score: Tensor, empty: Tensor, now: Now, eviction: Eviction) -> Tensor:
+def priority(score: Tensor, now: Now, eviction: Eviction) -> Tensor:
     """The order in which slots are taken, lowest first, int64: empty ones are -1."""
     value = score >> 8
     if eviction.rule == "lfu":  # of equal counts the one that was not used for longest
@@ -75,8 +74,8 @@ def priority(score: Tensor, empty: Tensor, now: Now, eviction: Eviction) -> Tens
         order = VALUE.value - elapsed
         if eviction.rule == "age":
             order = torch.where(elapsed >= eviction.age, order, KEPT.value)
-    kept = (score & TAG.value) == (now.step & TAG.value)
-    return torch.where(empty, -1, torch.where(kept, KEPT.value, order))
+    kept = (score & TAG.value) == now.step % 255 + 1
+    return torch.where(score == 0, -1, torch.where(kept, KEPT.value, order))
 
 
 def _count(value: Tensor, period: Tensor) -> Tensor:
@@ -102,13 +101,12 @@ def used_triton(score, step, clock, EVICTION: tl.constexpr):
         period = (step // EVICTION.half_life & PERIOD).to(tl.int32)
         count = tl.minimum(_count_triton(score >> 8, period) + 1, COUNT)
         value = (period << 10) | count
-    tag = (step & TAG).to(tl.int32)
-    counted = ((score & TAG) == tag) & (score > 0)
-    return tl.where(counted, score, (value << 8) | tag)
+    tag = (step % 255 + 1).to(tl.int32)
+    return tl.where((score & TAG) == tag, score, (value << 8) | tag)
 
 
 @triton.jit
-def priority_triton(score, empty, step, clock, EVICTION: tl.constexpr):
+def priority_triton(score, step, clock, EVICTION: tl.constexpr):
     """:func:`priority`, of int32 scores."""
     value = score >> 8
     if EVICTION.rule == "lfu":
@@ -122,5 +120,5 @@ def priority_triton(score, empty, step, clock, EVICTION: tl.constexpr):
         order = VALUE - elapsed
         if EVICTION.rule == "age":
             order = tl.where(elapsed >= EVICTION.age, order, KEPT)
-    kept = (score & TAG) == (step & TAG).to(tl.int32)
-    return tl.where(empty, -1, tl.where(kept, KEPT, order))
+    kept = (score & TAG) == (step % 255 + 1).to(tl.int32)
+    return tl.where(score == 0, -1, tl.where(kept, KEPT, order))

@@ -33,22 +33,22 @@ class Oracle:
         self.owners = {}  # slot: table, id
         self.uses = {}  # slot: for lfu the period of the last step, and the number of steps
         self.last = {}  # slot: the clock at the last step that used it
-        self.tags = {}  # slot: the last step that used it, modulo 256
+        self.tags = {}  # slot: the last step that used it, modulo 255
         self.step, self.counts = 0, dict.fromkeys(NAMES, 0)
 
     def touch(self, slot, clock):
         period = self.step // self.eviction.half_life
         before, number = self.uses.get(slot, (period, 0))
-        if self.tags.get(slot) != self.step % 256:
+        if self.tags.get(slot) != self.step % 255:
             number = min((number >> min(period - before, 15)) + 1, 1023)
             self.uses[slot], self.last[slot] = (period, number), clock
-        self.tags[slot] = self.step % 256
+        self.tags[slot] = self.step % 255
 
     def order(self, slot, clock):
         """The order in which slots of a bucket are taken; None for never."""
         if slot not in self.owners:
             return (-1, 0, slot)
-        if self.tags[slot] == self.step % 256:
+        if self.tags[slot] == self.step % 255:
             return None
         if self.eviction.rule == "lfu":
             before, number = self.uses[slot]
