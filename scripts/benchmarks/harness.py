@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 LOAD_BEFORE = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 """Load when the program started: above 0 if other programs ran too. Unknown on Windows."""
 DIGITS = 5  # of the figures in a record
+READIES = 10  # runs of works that something must be made ready for
 
 
 class Record(dict[str, Any]):
@@ -165,11 +166,17 @@ def milliseconds(run: Callable[[int], object], device: torch.device | str, **cou
     return timed(run, **counts)
 
 
-def captured_milliseconds(works: Sequence[Callable[[], object]]) -> float:
+def captured_milliseconds(
+    works: Sequence[Callable[[], object]], ready: Callable[[], object] | None = None
+) -> float:
     """Median milliseconds of one of ``works``, all captured in one CUDA graph.
 
     They do the same on different inputs, so that no input is still in the GPU's cache. Without a
     GPU, as in tests, they are called in turn.
+
+    Args:
+        works: what is measured.
+        ready: called before each run of all of them, and not measured.
     """
     if not torch.cuda.is_available():
         return cpu_milliseconds(lambda index: works[index % len(works)](), warm_up=1, steps=2)
@@ -180,6 +187,16 @@ def captured_milliseconds(works: Sequence[Callable[[], object]]) -> float:
             work()
 
     torch.cuda.synchronize()  # the timing uses another stream, which doesn't wait for the inputs
+    if ready is not None:
+        all_in_turn()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_in_turn()
+        times = []
+        for _ in range(READIES):
+            ready()
+            times.append(gpu_milliseconds(lambda _: graph.replay(), warm_up=0, steps=1))
+        return statistics.median(times) / len(works)
     return do_bench_cudagraph(all_in_turn, return_mode="median") / len(works)
 
 

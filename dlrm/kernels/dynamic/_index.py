@@ -24,6 +24,7 @@ LANES = tl.constexpr(32)  # slots of a bucket
 EMPTY = GOLDEN  # stands for no id; the id of this number never gets a slot
 SEED = tl.constexpr(0x5851F42D4C957F2D)  # of the draw of an admission by chance
 SPARE = tl.constexpr(1 << 14)  # cells to swap in without a claim
+ENOUGH = tl.constexpr(12)  # empty slots with which an id takes its first bucket
 NOT_PLACED, WAITING, FULL = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
 SMALLEST, LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 
@@ -239,14 +240,16 @@ def choose(
         else:
             wanting = tl.load(work.status + k, mask=live, other=WAITING) == NOT_PLACED
 
-        # The bucket with more empty slots or, if both are full, with the slot to take first.
+        # The first bucket or, if it has few empty slots, the one with more of them. If both are
+        # full, the one with the slot to take first.
         one, other = _buckets(index, id, table, wanting)
         order = _order(index, _slots_of(one), wanting[:, None], EVICTION)
         room_one, best_one = tl.sum((order < 0).to(tl.int32), 1), tl.min(order, 1)
         order = _order(index, _slots_of(other), wanting[:, None], EVICTION)
         room_other, best_other = tl.sum((order < 0).to(tl.int32), 1), tl.min(order, 1)
         room = tl.maximum(room_one, room_other) > 0
-        second = tl.where(room, room_other > room_one, best_other < best_one)
+        emptier = (room_other > room_one) & (room_one < ENOUGH)
+        second = tl.where(room, emptier, best_other < best_one)
         if not LAST:
             tl.store(work.status + k, FULL, mask=wanting & ~room)
 

@@ -4,8 +4,9 @@ Each table has buckets of its own, of 32 slots. An id may be in two of them, whi
 so at 0.9 of the capacity one id in 200,000 does not fit. A look-up reads the ids of one bucket, or
 of both. A slot is 8 bytes for the id and 4 for its score (:mod:`dlrm.kernels.dynamic.scores`).
 
-The new ids of a step are placed in a few rounds. In each, an id chooses the emptier of its buckets
-as they were before the round, and the ids of a bucket get its slots in ascending order: half of the
+The new ids of a step are placed in a few rounds. In each, an id chooses between its buckets as they
+were before the round: the first one while that has 12 empty slots, so that most look-ups find their
+id there; then the emptier one. The ids of a bucket get its slots in ascending order: half of the
 empty ones, so that many new ids fill buckets evenly; and in the last round any of them. No slot
 that this step has used is taken.
 
@@ -29,6 +30,7 @@ from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix, scale, shift
 from dlrm.kernels.dynamic.scores import KEPT, Eviction, Now, priority, used
 
 LANES, EMPTY = kernels.LANES.value, kernels.EMPTY.value
+ENOUGH = kernels.ENOUGH.value
 ROUNDS = 5  # of a step: if many new ids come to a table at once, 1 in 10,000 finds no room at 0.85
 BLOCK = 64  # look-ups of a program that reads their buckets
 LISTS = 16  # that a program goes through at a time
@@ -349,11 +351,12 @@ def _take(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
     """Give slots to admitted ids; returns the slot of each, -1 for none."""
     slots = torch.full_like(ids, -1)
     choices = buckets_of(index, tables, ids)
-    for number in range(ROUNDS):
+    number, last = 0, False
+    while not last and len(wanting := (slots < 0).nonzero()[:, 0]):
         last = number == ROUNDS - 1
-        wanting = (slots < 0).nonzero()[:, 0]
-        if len(wanting):
-            slots[wanting] = _take_round(index, choices[wanting], ids[wanting], last=last)
+        found = _take_round(index, choices[wanting], ids[wanting], last=last)
+        slots[wanting] = found
+        number = number + 1 if (found >= 0).any() else ROUNDS - 1  # others would change nothing
     return slots
 
 
@@ -364,10 +367,12 @@ def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -
     def order(buckets: Tensor) -> Tensor:
         return priority(scores[buckets].long(), index.now, index.eviction)
 
-    # The bucket with more empty slots or, if both are full, with the slot to take first.
+    # The first bucket or, if it has few empty slots, the one with more of them. If both are full,
+    # the one with the slot to take first.
     both = order(choices)  # [n, 2, LANES]
     room, best = (both < 0).sum(2), both.amin(2)
-    second = torch.where(room.any(1), room[:, 1] > room[:, 0], best[:, 1] < best[:, 0])
+    emptier = (room[:, 1] > room[:, 0]) & (room[:, 0] < ENOUGH)
+    second = torch.where(room.any(1), emptier, best[:, 1] < best[:, 0])
     bucket = choices.gather(1, second.long()[:, None])[:, 0]
 
     # The new ids of each bucket in ascending order, next to its slots in the order they are taken.

@@ -159,14 +159,13 @@ def index_alone(options: argparse.Namespace, tables: int) -> dict[str, float]:
     for name, load, share in (("found", LOAD, 0.0), ("inserted", 0.0, 1.0), ("evicted", 1.0, 1.0)):
         small = argparse.Namespace(**vars(options) | {"dim": 1})
         group = filled(small, tables, load)
-        if name == "inserted":
-            group.reset_parameters()
+        ready = group.reset_parameters if name == "inserted" else None
         batches = draw(options, tables, scrambled=True)
         renew = Renewal(batches[0], share)
         work = partial(place_new, group, renew) if share else partial(find, group)
         works = [partial(work, ids) for ids in batches]
-        rates[name] = batches[0].numel() / harness.captured_milliseconds(works) / 1e6
-        del group, work, works
+        rates[name] = batches[0].numel() / harness.captured_milliseconds(works, ready) / 1e6
+        del group, work, works, ready
         harness.release()
     return {f"G_{name}_per_second": rate for name, rate in rates.items()}
 

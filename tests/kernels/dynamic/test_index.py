@@ -79,10 +79,12 @@ class Oracle:
         last = number == ROUNDS - 1
 
         # Buckets are chosen before anything changes.
-        wanted = {}
+        wanted, buckets = {}, {bucket for pair in choices.values() for bucket in pair}
+        states = {bucket: self.state(bucket, clock) for bucket in buckets}
         for key, pair in choices.items():
-            (room, best), (other_room, other_best) = map(self.state, pair, [clock] * 2)
-            second = other_room > room if room or other_room else other_best < best
+            (room, best), (other_room, other_best) = (states[bucket] for bucket in pair)
+            emptier = room < 12 and other_room > room
+            second = emptier if room or other_room else other_best < best
             wanted.setdefault(pair[second], []).append(key)
 
         for bucket, keys in wanted.items():
