@@ -38,6 +38,9 @@ with contextlib.suppress(ImportError):  # without the dev extra, as on a GPU mac
 
 ROOT = Path(__file__).parents[1]
 
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
+"""Programs that tests start import this tree, and else what the tests import."""
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 """Processes started here can be interrupted, though a job in the background ignores that."""

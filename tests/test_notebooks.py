@@ -1,7 +1,6 @@
 """The notebooks run from top to bottom, and are committed with their outputs."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -24,9 +23,6 @@ def run(path, monkeypatch, data=None):
     """The outputs of a notebook on small data."""
     monkeypatch.setenv("DLRM_SMALL", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
-    )
     monkeypatch.delenv("DLRM_DATA", raising=False)
     if data:
         monkeypatch.setenv("DLRM_DATA", str(data))

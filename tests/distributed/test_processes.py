@@ -20,7 +20,7 @@ from dlrm.utils.device import pick_device
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 ENVIRONMENT["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # two processes may share a GPU
 OPTIONS = ["--device", "cpu", "--model.bottom_mlp", "[8]", "--model.top_mlp", "[8]"]
 OPTIONS += ["--batch_size", "180", "--optim.warmup_steps", "5", "--log_every", "1"]

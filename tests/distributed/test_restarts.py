@@ -18,7 +18,7 @@ from dlrm.data import synthetic
 from dlrm.distributed.world import agree_on_attempt
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 OPTIONS = "--device cpu --model.bottom_mlp [8] --model.top_mlp [8] --batch_size 180 --emb paged"
 OPTIONS += " --optim.warmup_steps 5 --log_every 1 --eval_every 10 --eval_batch_size 500 --epochs 2"
 

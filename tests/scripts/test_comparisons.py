@@ -566,7 +566,6 @@ def start(name, data, runs):
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -1,7 +1,6 @@
 """The programs run on machines without Triton and without what Windows lacks."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,7 @@ def run_elsewhere(*programs):
     """Run programs one after the other in one process without what only Linux has."""
     given = json.dumps([[str(word) for word in words] for words in programs])
     command = [sys.executable, ROOT / "tests" / "train" / "elsewhere.py", given]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.slow

@@ -33,12 +33,12 @@ EVERY = 1 if GPU or "DLRM_TRIALS" in os.environ else 17
 def write_rows(path, numbers, categories, index):
     """Rows of a table, and the options to prepare them with."""
     rng = random.Random(index)
-    lists, weights, one_class = index % 3 == 2, index % 4 == 3, index % 12 == 11
+    lists, weights, rare = index % 3 == 2, index % 4 == 3, index % 12 == 11
     columns = {"tags": {"kind": "list", "separator": "|"}} if lists else {}
     options = {"columns": columns, **({"weight": "weight"} if weights else {})}
     rows = []
     for _ in range((12, 400, 700)[index % 3]):
-        row = {"label": int(rng.random() < 0.4) * (not one_class)}
+        row = {"label": int(rng.random() < (0.1 if rare else 0.4))}
         row |= {f"n{i}": round(rng.gauss(0, 3), 2) for i in range(numbers)}
         row |= {f"c{i}": f"v{rng.randrange(1 + 7 * i)}" for i in range(categories)}
         row |= {"weight": rng.choice([0.5, 1, 2])} if weights else {}

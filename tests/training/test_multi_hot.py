@@ -98,8 +98,10 @@ def test_captured_losses_equal_eager_and_those_of_a_cpu(plan, ragged):
     alone = plan in ("dense", "hash", "int8", "short")
     captured = alone or (plan in ("mixed", "auto") and not ragged)
     assert captured == (step.graphs.count > 0)
-    noise = {"auto": 2e-3, "int8": 1e-2}.get(plan, 1e-4)  # of rounding to int8, of all rows or some
-    assert found["cuda", "eager"] == pytest.approx(found["cpu", "eager"], abs=noise)
+    # Devices round int8 by other random numbers. After two updates, losses of several CPU runs are
+    # less than 1e-3 apart for this reason; training magnifies that to 0.1 after seven.
+    steps, noise = (3, 2e-3) if plan in ("int8", "auto") else (8, 1e-4)
+    assert found["cuda", "eager"][:steps] == pytest.approx(found["cpu", "eager"][:steps], abs=noise)
     assert found["cuda", "graph"] == pytest.approx(found["cuda", "eager"], abs=1e-4)
 
 
