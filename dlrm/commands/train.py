@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from dlrm.config import pace
 from dlrm.config.build import build_model, build_optimizers, sample_odds
 from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
@@ -19,6 +20,7 @@ from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
 from dlrm.data.frequencies import IdStatistics
 from dlrm.data.prepare.raw_rows import keep_transform
+from dlrm.data.schema import Meta
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
@@ -69,11 +71,11 @@ class Run:
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
-        options, sizes = asdict(config.loader), (config.batch_size, config.eval_batch_size)
-        options |= {"seed": config.seed, "device": device}
+        meta = Meta.read(config.data, allow_outside=config.loader.allow_outside)
+        sizes = pace.batch_size(config, meta), config.eval_batch_size
+        options = asdict(config.loader) | {"seed": config.seed, "device": device}
         self.loaders = RunLoaders(world, *sizes, config.negatives, config.group, options)
         self.train_data = self.loaders.training(config.data, days=bool(config.follow))
-        meta = self.train_data.meta
         held_out = self.loaders.held_out(config.data, meta)  # opened now, so that damage is seen
 
         ids = IdStatistics(config.data, meta)
@@ -104,9 +106,7 @@ class Run:
         self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate)
         self.held_out = self.evaluator(Interruption(world), held_out)
 
-        epoch = len(self.train_data)
-        every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)
-        self.validations = Validations(every, config.patience_for(epoch // every), last_step)
+        self.validations = Validations(*pace.validations(config, meta, len(self.train_data)))
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 
@@ -114,7 +114,7 @@ class Run:
         parts = self.model, optimizers, self.train_data
         self.checkpoints.attach(*parts, spec=spec, config=self.options)
         if resumed:
-            self.progress = self.checkpoints.restore(config.batch_size)
+            self.progress = self.checkpoints.restore(pace.batch_size(config, meta))
             self.schedule.fine_tune = self.progress.fine_tune
             self.step.losses.load(self.progress.losses)
         self.checkpoints.begin()
@@ -296,10 +296,10 @@ class Run:
         self.tracker.log(self.steps, sizes)
 
         note_plan(config, spec, sizes["embeddings/compression"])
-        steps = config.planned_steps(len(self.train_data))
+        steps, small = pace.planned(config, meta, len(self.train_data))
         opening = report.opening(config.emb, self.model, meta.splits, sizes, steps)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
-        shown = sharding, auto_plan(config, spec, tables, ids), opening, sampled
+        shown = sharding, auto_plan(config, spec, tables, ids), opening, small, sampled
         print(*filter(None, shown), sep="\n")
 
     def _save(self) -> None:

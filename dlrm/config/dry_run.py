@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from dlrm.config import pace
 from dlrm.config.build import build_optimizers
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.schema import RunConfig
@@ -44,14 +45,15 @@ def describe(config: RunConfig) -> str:
     sizes = [sum(table.values()) for table in model.sparse_arch.footprint()]
     compression = model.sparse_arch.sizes()["compression"]
 
-    memory = _weights(model, dense, sparse) + _batch(config.batch_size, model, spec)
+    batch_size = pace.batch_size(config, meta)
+    memory = _weights(model, dense, sparse) + _batch(batch_size, model, spec)
     memory += _shuffle_buffers(config, meta, device)
 
     tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes)
     lines = [
         auto_plan(config, spec, tables, ids) or tables,
         f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
-        _steps(config, meta),
+        _steps(config, meta, batch_size),
     ]
     if device.type == "cpu":
         lines.append(_total("host", memory))
@@ -61,18 +63,18 @@ def describe(config: RunConfig) -> str:
     return "\n".join([*lines, "a dry run: no rows were read, and nothing was written"])
 
 
-def _steps(config: RunConfig, meta: Meta) -> str:
+def _steps(config: RunConfig, meta: Meta, size: int) -> str:
     """The number of steps and epochs, and how often there is an evaluation."""
-    rows, size = _training_rows(config, meta), config.batch_size
+    rows = _training_rows(config, meta)
     epoch = rows // size if config.loader.drop_last else -(-rows // size)
     if not epoch:
         raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
     if config.follow:
         return f"steps: {epoch:,} of {size:,} samples on the first day, {config.data}"
-    steps = config.steps_for(epoch)
+    every, _, steps = pace.validations(config, meta, epoch)
     return (
         f"steps: {steps:,} of {size:,} samples, {steps / epoch:.3g} epochs of {rows:,} rows, "
-        f"an evaluation every {config.eval_every_for(epoch):,}"
+        f"an evaluation every {every:,}"
     )
 
 

@@ -264,20 +264,23 @@ class RunConfig:
     true_odds: bool = False
     """If the weights of positives and negatives differ on average, account for it in the loss, so
     that probabilities are those of all rows, as if they had no weights."""
-    epochs: Count = 1
-    """Number of passes over the training rows."""
+    epochs: Count | None = None
+    """Number of passes over the training rows. Default: 1; on fewer than 50,000 rows, at most 20,
+    and 5 if there are no validation rows; 1 with init_from."""
     max_steps: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | None = None
     """Stop after this number of steps. 0, with init_from, compresses and saves."""
     patience: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | None = None
     """Stop after this number of evaluations without a better validation AUC; 0 for never. Default:
-    as many as an epoch has, at least 2, if there are several epochs."""
-    batch_size: Count = 512
-    """Number of samples per step, over all processes."""
+    as many as an epoch has, at least 2, if there are several epochs; 3 if their number is not
+    given."""
+    batch_size: Count | None = None
+    """Number of samples per step, over all processes. Default: 512; with fewer than 32,768 training
+    rows a 64th of them, rounded down to a power of two, and at least 32."""
     eval_batch_size: Count = 16384
     """Number of samples per batch in evaluations."""
     eval_every: Count | None = None
     """Number of steps between evaluations on the validation split. Default: a quarter of an
-    epoch."""
+    epoch; an epoch, if there are several and their number is not given."""
     group: Annotated[str, must("name a column", bool)] | None = None
     """Column of the data, such as a user: also measure AUC within the rows of each of its values,
     the mean (GAUC) and that of the best and the worst tenth. Default: none."""
@@ -319,38 +322,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.max_steps == 0 and not self.init_from:
             raise ValueError("max_steps is 0, it must be at least 1 without init_from")
-        if self.follow and (self.epochs > 1 or self.patience):
+        if self.follow and ((self.epochs or 1) > 1 or self.patience):
             raise ValueError("follow trains on each day once: remove epochs and patience")
 
     @property
     def tables_dtype(self) -> str:
         """Type of the embedding parameters."""
         return self.tables.dtype or default_dtype(self.emb, self.budget)
-
-    def planned_steps(self, epoch: int) -> int:
-        """Steps of all epochs, given those of one; no end is near if days are followed."""
-        return MAX_COUNT if self.follow else self.epochs * epoch
-
-    def steps_for(self, epoch: int) -> int:
-        """Steps of the run, given those of an epoch."""
-        steps = self.planned_steps(epoch)
-        return steps if self.max_steps is None else min(self.max_steps, steps)
-
-    def eval_every_for(self, epoch: int) -> int:
-        """Steps between evaluations on the validation split, given those of an epoch. Days are
-        evaluated when they begin and end.
-        """
-        return self.eval_every or (MAX_COUNT if self.follow else max(epoch // 4, 1))
-
-    def patience_for(self, evaluations: int) -> int:
-        """Evaluations without a better state after which training ends; 0 for never.
-
-        Args:
-            evaluations: in an epoch.
-        """
-        if self.patience is not None:
-            return self.patience
-        return max(evaluations, 2) if self.epochs > 1 else 0
 
 
 def default_dtype(emb: str, budget: str | None) -> Literal["fp32", "bf16"]:

@@ -250,7 +250,7 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
             run.step(batch)
         run.model.sparse_arch.renew_caches(run.step.optimizers[1])
         ms = harness.milliseconds(lambda i: run.step(inputs[i % len(inputs)]), run.step.device)
-    return {"step, ms": ms, "samples/s": 1e3 * config.batch_size / ms}
+    return {"step, ms": ms, "samples/s": 1e3 * run.train_data.batch_size / ms}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dlrm.data import synthetic
 ROOT = Path(__file__).parents[2]
 
 SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "256"]
-SMALL += ["--optim.warmup_steps", "5", "--device", "cpu"]
+SMALL += ["--epochs", "1", "--optim.warmup_steps", "5", "--device", "cpu"]
 KIND_OPTIONS = {
     "tt": ["--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"],
     "hash": ["--hash.rows", "64"],

@@ -11,7 +11,9 @@ import time
 import pytest
 import torch
 
+from dlrm.config import pace
 from dlrm.config.schema import RunConfig
+from dlrm.data.schema import Meta, Split
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.training.best_model import Validations, note_validation
@@ -125,12 +127,42 @@ def test_without_patience_or_checkpoints_the_last_state_is_the_result(
     assert "last/auc" not in values
 
 
+def meta_of(rows, val=1):
+    splits = {
+        name: Split(files=(), rows=n, positives=0) for name, n in (("train", rows), ("val", val))
+    }
+    return Meta(label="label", dense=(), categorical=(), splits=splits)
+
+
 def test_patience_is_an_epoch_where_there_are_several():
-    assert RunConfig().patience_for(4) == 0
-    assert RunConfig(epochs=2).patience_for(4) == 4
-    assert RunConfig(epochs=2).patience_for(0) == 2, "evaluations are rarer than epochs"
-    assert RunConfig(epochs=2, patience=7).patience_for(4) == 7
-    assert RunConfig(epochs=2, patience=0).patience_for(4) == 0
+    def validations(**options):
+        return pace.validations(RunConfig(**options), meta_of(40), 40)
+
+    assert validations(epochs=1) == (10, 0, 40)
+    assert validations(epochs=2) == (10, 4, 80)
+    assert validations(epochs=2, eval_every=70) == (70, 2, 80), "evaluations are rarer than epochs"
+    assert validations(epochs=2, patience=7) == (10, 7, 80)
+    assert validations(epochs=2, patience=0, max_steps=50) == (10, 0, 50)
+
+
+def test_a_small_table_has_small_batches_and_several_epochs():
+    auto, large, small = RunConfig(), meta_of(50_000), meta_of(49_999)
+    sizes = [32, 32, 32, 64, 256, 256, 512, 512]
+    for rows, size in zip((0, 1, 480, 5_092, 17_817, 32_767, 32_768, 10**9), sizes, strict=True):
+        assert pace.batch_size(auto, meta_of(rows)) == size
+    assert pace.batch_size(RunConfig(batch_size=7), small) == 7
+
+    assert [pace.epochs(auto, meta) for meta in (large, small, meta_of(9, val=0))] == [1, 20, 5]
+    assert pace.epochs(RunConfig(epochs=2), small) == 2
+    assert pace.epochs(RunConfig(init_from="runs/day_7"), small) == 1
+    assert pace.validations(auto, large, 40) == (10, 0, 40)
+    assert pace.validations(auto, small, 40) == (40, 3, 800)
+    assert pace.validations(RunConfig(max_steps=9, patience=1), small, 40) == (40, 1, 9)
+
+    note = "note: a small table, so at most 20 epochs of 40 steps with 512 rows each (--epochs, "
+    assert pace.planned(auto, small, 40) == (800, f"{note}--batch_size)")
+    assert pace.planned(auto, large, 40) == (40, "")
+    assert pace.planned(RunConfig(epochs=2), small, 40) == (80, "")
 
 
 def test_the_best_model_is_the_first_of_equal_ones(capsys):

@@ -28,6 +28,7 @@ NUMBER_SHARE = 0.95
 HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
 SURE = 4.0  # standard deviations
 MOST = 3.0  # a trend explains this much more than what is left
+MANY_VALUES, DEGREE = 100, 5  # of so many values, a curve may rise and fall, and explains more
 LIKELY_YEARS = (20, 80)  # since 1970, of numbers that may be times
 ID_NAME = re.compile(
     r"(?:^|[_. ]|(?-i:[a-z](?=[A-Z])))"
@@ -223,7 +224,8 @@ def follows_order(values: NDArray[np.integer], labels: NDArray[np.uint8]) -> boo
     told, as the shares differ no more than by chance.
 
     The chi-square of the shares is divided into what a line over the ranks of the values explains,
-    and the rest (the Cochran-Armitage test for trend).
+    and the rest (the Cochran-Armitage test for trend). More than :data:`MANY_VALUES` may follow a
+    curve: a film's rating falls and rises with its length, and differs from film to film.
 
     Args:
         values: ``[n]``, of which many are equal.
@@ -237,10 +239,14 @@ def follows_order(values: NDArray[np.integer], labels: NDArray[np.uint8]) -> boo
     surplus = np.bincount(position, labels) - counts * mean
     total = np.sum(surplus**2 / counts) / variance
 
-    ranks = np.cumsum(counts) - counts / 2 - len(values) / 2
-    trend = np.sum(surplus * ranks) ** 2 / np.sum(counts * ranks**2) / variance
-    rest, freedom = total - trend, len(counts) - 2
-    if trend > SURE**2 and trend >= MOST * (rest - freedom):
+    # A polynomial of the ranks, orthonormal under the counts.
+    degree, most = (DEGREE, 1.0) if len(counts) > MANY_VALUES else (1, MOST)
+    ranks = (2 * np.cumsum(counts) - counts) / len(values) - 1
+    root = np.sqrt(counts)
+    basis, _ = np.linalg.qr(root[:, None] * np.vander(ranks, degree + 1, increasing=True))
+    trend = np.sum((basis[:, 1:].T @ (surplus / root)) ** 2) / variance
+    rest, freedom = total - trend, len(counts) - 1 - degree
+    if trend > SURE**2 + degree - 1 and trend >= most * (rest - freedom):
         return True
     spread = np.sqrt(np.sum(2 + (1 / variance - 6) / counts))
     return False if rest > freedom + SURE * spread else None

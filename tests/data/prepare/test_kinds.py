@@ -67,6 +67,7 @@ RNG = np.random.default_rng(0)
 HOURS = RNG.integers(0, 24, 20_000)
 COUNTS = RNG.geometric(0.03, 20_000)
 FREE = RNG.random(20_000)
+MINUTES = RNG.integers(60, 360, 20_000)
 
 
 @pytest.mark.parametrize("whole_floats", [False, True])
@@ -79,6 +80,8 @@ FREE = RNG.random(20_000)
         ("bid", HOURS, FREE < 0.1 + HOURS / 30, "number", "24 values, the label rate follows"),
         ("hour", HOURS, 0.5 + np.sin(HOURS) / 3 > FREE, "category", "rate does not follow their"),
         ("visits", COUNTS, np.minimum(COUNTS, 50) / 60 > FREE, "number", "the label rate follows"),
+        ("length", MINUTES, abs(MINUTES / 300 - 0.7) > FREE, "number", "the label rate follows"),
+        ("shop", MINUTES, MINUTES * 7919 % 100 / 99 > FREE, "category", "does not follow their"),
         ("hour", HOURS, FREE < 0.2, "category", "24 values, evenly spread"),
         ("visits", COUNTS, FREE < 0.2, "number", "unevenly spread"),
         ("visits", COUNTS, None, "number", "unevenly spread"),

@@ -1,0 +1,72 @@
+"""How a run goes over its rows: batch size, epochs and validations, by how many rows there are."""
+
+from __future__ import annotations
+
+from dlrm.config.schema import MAX_COUNT, RunConfig
+from dlrm.data.schema import Meta
+
+BATCH, SMALLEST_BATCH, BATCHES = 512, 32, 64  # of a small table, an epoch has about as many
+SMALL_TABLE, MOST_EPOCHS, PATIENCE = 50_000, 20, 3
+"""Fewer training rows are trained on in that many epochs, or until so many find no better state."""
+
+
+def batch_size(config: RunConfig, meta: Meta) -> int:
+    """Samples per step."""
+    rows = meta.splits["train"].rows if meta.has_rows("train") else 0
+    share = 1 << (rows // BATCHES).bit_length() >> 1  # a power of two
+    return config.batch_size or min(max(share, SMALLEST_BATCH), BATCH)
+
+
+def epochs(config: RunConfig, meta: Meta) -> int:
+    """Passes over the training rows, at most."""
+    if config.follow:  # days that come
+        return MAX_COUNT
+    if config.epochs is not None:
+        return config.epochs
+    if meta.splits["train"].rows >= SMALL_TABLE or config.init_from:
+        return 1
+    return MOST_EPOCHS if meta.has_rows("val") else MOST_EPOCHS // 4
+
+
+def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, int]:
+    """When the model is validated.
+
+    Args:
+        config: of the run.
+        meta: of the data.
+        epoch: the steps of an epoch.
+
+    Returns:
+        The steps between validations, the validations without a better state after which training
+        ends (0: it never does), and the last step.
+    """
+    several = epochs(config, meta)
+    last_step = min(several * epoch, MAX_COUNT)
+    if config.max_steps is not None:
+        last_step = min(config.max_steps, last_step)
+    if config.follow:  # days are evaluated when they begin and end
+        return config.eval_every or MAX_COUNT, 0, last_step
+
+    until_best = config.epochs is None and several > 1
+    every = config.eval_every or (epoch if until_best else max(epoch // 4, 1))
+    patience = config.patience
+    if patience is None and several > 1:
+        patience = PATIENCE if until_best else max(epoch // every, 2)
+    return every, patience or 0, last_step
+
+
+def planned(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, str]:
+    """The steps of all epochs, and a note if these are several that nobody asked for.
+
+    Args:
+        config: of the run.
+        meta: of the data.
+        epoch: the steps of an epoch.
+    """
+    several = epochs(config, meta)
+    note = (
+        f"note: a small table, so at most {several} epochs of {epoch:,} steps with "
+        f"{batch_size(config, meta)} rows each (--epochs, --batch_size)"
+    )
+    found = config.epochs is None and not config.follow and several > 1
+    return several * epoch, note if found else ""
