@@ -17,16 +17,13 @@ from dlrm.training.metrics import finite
 from dlrm.training.plots import importance_figure
 from dlrm.utils.atomic import save_figure
 from dlrm.utils.device import pick_device
-from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg
+from dlrm.utils.program import Parser, add_run, count_arg, exit_status, figure_arg
 
 
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    help_text = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
-    parser.add_argument("checkpoint", metavar="RUN", help=help_text)
-    last = "take the latest checkpoint of the run, not the best (default: no)"
-    parser.add_argument("--last", action="store_true", help=last)
+    add_run(parser)
     parser.add_argument("data", metavar="DATA", help="prepared directory with meta.json")
     parser.add_argument("--split", default="test", help="split to evaluate on")
     grouped = "column of the data, such as a user: also measure AUC within each of its values, the "

@@ -8,7 +8,7 @@ from dlrm.export.delta import export_delta
 from dlrm.export.directory import ExportOptions, export_run
 from dlrm.export.programs import DEVICES, has_compiler
 from dlrm.export.rows import PRECISIONS
-from dlrm.utils.program import Parser, exit_status, path_arg
+from dlrm.utils.program import Parser, add_run, exit_status, path_arg
 
 EPILOG = """\
 OUTPUT gets the weights as safetensors, the model as a program for torch.export.load, compiled
@@ -28,8 +28,7 @@ def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__, epilog=EPILOG)
     add = parser.add_argument
-    named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
-    add("checkpoint", metavar="RUN", type=path_arg, help=named)
+    add_run(parser)
     add("output", metavar="OUTPUT", type=path_arg, help="directory to make")
 
     # How the tables are stored.
@@ -59,8 +58,6 @@ def arguments() -> Parser:
     )
 
     # The source.
-    last = "take the latest checkpoint of the run, not the best (default: no)"
-    add("--last", action="store_true", help=last)
     add(
         "--data",
         type=path_arg,

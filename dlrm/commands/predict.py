@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from dlrm.utils import startup
-from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
+from dlrm.utils.program import Parser, add_run, count_arg, exit_status, path_arg
 
 SUFFIXES = (".parquet", ".csv")
 EPILOG = """\
@@ -46,12 +46,9 @@ def arguments() -> Parser:
     add = parser.add_argument
 
     # The model, the rows and the file of scores.
-    named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
-    add("checkpoint", metavar="RUN", help=named)
+    add_run(parser)
     add("rows", metavar="ROWS", type=path_arg, help="raw rows, or a prepared directory")
     add("output", metavar="OUTPUT", type=scores_arg, help="file to write, .parquet or .csv")
-    last = "take the latest checkpoint of the run, not the best (default: no)"
-    add("--last", action="store_true", help=last)
     add("--split", help="split of a prepared directory (default: test)")
 
     add(

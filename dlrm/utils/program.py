@@ -106,6 +106,15 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+def add_run(parser: Parser) -> None:
+    """Add the arguments that name a trained model."""
+    add = parser.add_argument
+    named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
+    add("checkpoint", metavar="RUN", type=path_arg, help=named)
+    last = "take the latest checkpoint of the run, not the best (default: no)"
+    add("--last", action="store_true", help=last)
+
+
 def exit_status(
     work: Callable[[], object],
     interrupted: str | Callable[[], str] = "interrupted",

@@ -67,7 +67,6 @@ ON_GPU = {
     "distributed": Entry("distributed", 600, gpus=2),
     "loader": Entry("loader"),
     "loader_multi_hot": Entry("loader --multi-hot --rows 300000"),
-    "synthetic": Entry("synthetic --devices cpu cuda"),
     "whole_run": Entry("whole_run", 600),
     "predict": Entry("predict", 600),
 }
@@ -80,7 +79,6 @@ ON_CPU = {
     "loader_multi_hot": Entry("loader --multi-hot --rows 300000"),
     "prepare": Entry("prepare --rows 1000000 5000000", 600),
     "prepare_csv": Entry("prepare --csv --rows 1000000", 600),
-    "synthetic": Entry("synthetic", 900),
     "predict": Entry("predict", 600),
 }
 
@@ -146,8 +144,7 @@ def run(
         command = [sys.executable, str(RUN), *shlex.split(entry.command), "--output", str(output)]
         if entry.gpus > 1:
             command[1:1] = ["-m", "torch.distributed.run", f"--nproc-per-node={entry.gpus}"]
-        if "--devices" not in command:
-            command += ["--device", options.device]
+        command += ["--device", options.device]
         command += ["--small"] if options.small else []
 
         start, error = time.monotonic(), None

@@ -13,7 +13,7 @@ from scripts.benchmarks import all as suite
 from scripts.benchmarks import batches, harness, run
 
 ELSEWHERE = ["pages", "distributed", "offload"]  # have tests of their own
-SLOW = {"basis", "busy", "export", "mlperf", "predict", "prepare", "synthetic", "tt", "whole_run"}
+SLOW = {"basis", "busy", "export", "mlperf", "predict", "prepare", "tt", "whole_run"}
 CASES = [
     pytest.param(name, marks=[pytest.mark.slow] if name.split()[0] in SLOW else [])
     for name in [*run.CASES, "lookup --one-table", "prepare --csv"]
