@@ -16,9 +16,19 @@ BIN := $(VENV)/bin
 run: $(VENV)/.installed
 	$(BIN)/python train.py --emb tt
 
+# With a GPU: all products, and learning rates that are chosen on the validation weeks. Without one: a
+# tenth of the products, and rates that are known.
+GPU ?= $(shell $(BIN)/python -c 'import torch; print(torch.cuda.is_available() or "")')
+ON_GPU := --kinds auto robe cafe hash drop tt --ratios 10 100 1000 --validation data/retail \
+  --rates 0.001 0.002 0.004 --rates-at 100
+ON_CPU := --kinds auto robe drop --ratios 10 100 --seeds 1 --lr auto=0.004 robe=0.004 drop=0.004 \
+  --no-timing --options batch_size=2048
+
 retail: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[retail]'
-	$(BIN)/python scripts/experiments/retail.py
+	$(BIN)/python scripts/make_retail.py --output data/retail
+	$(BIN)/python scripts/experiments/frontier.py --data data/retail --config configs/retail.yaml \
+	  --runs runs/retail --plot runs/retail/frontier.png $(if $(GPU),$(ON_GPU),$(ON_CPU))
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"

@@ -1,8 +1,8 @@
 """The retail benchmark, from a package of the same schema to a comparison."""
 
-import contextlib
-import json
-from types import SimpleNamespace
+import shlex
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -118,30 +118,17 @@ def test_without_the_package_or_a_table_of_it_the_remedy_is_told(
     assert error.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_one_command_prepares_trains_and_compares(script, package, tmp_path, monkeypatch):
-    retail, runner = script("retail"), script("runner")
-    here = contextlib.nullcontext(SimpleNamespace(map=map))  # trained here, one after another
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda *_, **__: here)
-    monkeypatch.setattr(retail.make_retail, "CPU_SHARE", 1.0)
-    monkeypatch.setattr(retail.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(retail, "SMALL_BATCH", "batch_size=256")
-    given = ["--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs")]
-    assert retail.main([*given, "--json", str(tmp_path / "out.json")]) == 0
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert {"dense", "auto", "robe", "drop"} <= {row["emb"] for row in report["results"]}
-    assert all(0 < row["AUC"] < 1 for row in report["results"])
-    assert (tmp_path / "runs" / "frontier.png").is_file()
-
-
-def test_with_a_gpu_all_products_kinds_and_rates(script, tmp_path, monkeypatch):
-    retail = script("retail")
-    commands = []
-    monkeypatch.setattr(retail.make_retail, "main", lambda given: commands.append(given) or 0)
-    monkeypatch.setattr(retail.frontier, "main", lambda given: commands.append(given) or 0)
-    monkeypatch.setattr(retail.torch.cuda, "is_available", lambda: True)
-    assert retail.main(["--data", str(tmp_path)]) == 0
-    options = retail.frontier.arguments().parse_args(commands[1])
-    assert options.seeds == 3
-    assert options.validation == options.data == str(tmp_path)
-    assert options.ratios == [10, 100, 1000]
+@pytest.mark.parametrize(
+    ("gpu", "seeds", "ratios"), [("True", 3, [10, 100, 1000]), ("", 1, [10, 100])]
+)
+def test_one_command_prepares_and_compares(script, gpu, seeds, ratios):
+    root = Path(__file__).parents[2]
+    command = ["make", "--dry-run", "retail", f"GPU={gpu}"]
+    made = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    prepare, compare = made.replace("\\\n", " ").splitlines()[-2:]
+    assert "make_retail.py --output data/retail" in prepare
+    frontier = script("frontier")
+    options = frontier.arguments().parse_args(shlex.split(compare)[2:])
+    frontier.require_kinds([*options.kinds, *dict(options.lr)])
+    assert (options.data, options.seeds, options.ratios) == ("data/retail", seeds, ratios)
+    assert bool(options.rates) == bool(options.validation) == bool(gpu)
