@@ -206,7 +206,7 @@ class Learner:
         counts, positives, before = np.zeros((3, len(made)), np.int64)
         if self.earlier is not None:
             before = Rates.of(made, vocabulary).positives
-        own = Rates(counts=counts, positives=positives, share=0.0, rows=0)
+        own = Rates(counts=counts, positives=positives, share=0.0, prior=0.0, rows=0)
         if self.learns:
             for block, ids in zip(self.blocks, self.ids_of_entries(index, feature), strict=True):
                 rows = self.splitter.training(block)

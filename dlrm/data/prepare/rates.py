@@ -6,6 +6,12 @@ and ``rate(NAME)``. For a training row, only earlier training rows count, so tha
 own label. For all other rows, whenever they are scored, all training rows count. Counts of earlier
 rows are those that are to be expected of all training rows: else they would tell the time, and be
 larger in later rows than in any row that a model has learned from.
+
+The shares of rare ids are noise, so rows with the average share are added to those of each id:
+the fewer, the more the shares of the ids of the column differ (empirical Bayes). If they differ no
+more than by chance, all rates are nearly 0.
+
+Reference: Kleinman, "Proportions with Extraneous Variance", JASA 1973 (moments of beta-binomials).
 """
 
 from __future__ import annotations
@@ -21,10 +27,9 @@ from numpy.typing import NDArray
 from ..threads import map_in_order
 from .vocabulary import POSITIVES, Vocabulary
 
-PRIOR = 20.0
-"""Rows with the average share of positives that are added to those of each id."""
 FEW = 100  # rows; after fewer, the count to be expected is that after so many
 LEAST = 1e-6  # share of positives; where there are none, the logit would be infinite
+EFFECTS = 1e-6, 0.5  # bounds of the part of the variance of labels that the ids of a column explain
 
 
 def rate_names(feature: str) -> tuple[str, str]:
@@ -42,6 +47,8 @@ class Rates:
     """``[V]`` rows of each id whose label is 1."""
     share: float
     """Of positives among all training rows."""
+    prior: float
+    """Rows with this share that are added to those of each id."""
     rows: int
     """All training rows, those that are not counted yet included."""
 
@@ -54,9 +61,11 @@ class Rates:
         """
         if vocabulary.positives is None:
             raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
-        rows = int(vocabulary.counts.sum())
-        share = float(np.clip(vocabulary.positives.sum() / max(1, rows), LEAST, 1 - LEAST))
-        return cls(counts=vocabulary.counts, positives=vocabulary.positives, share=share, rows=rows)
+        counts, positives = vocabulary.counts, vocabulary.positives
+        rows = int(counts.sum())
+        share = float(np.clip(positives.sum() / max(1, rows), LEAST, 1 - LEAST))
+        prior = prior_rows(counts, positives, share)
+        return cls(counts=counts, positives=positives, share=share, prior=prior, rows=rows)
 
     def numbers(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """The numbers of ``ids [n]``, both of the size that a network expects.
@@ -71,7 +80,7 @@ class Rates:
         self, counts: NDArray, positives: NDArray, expected: float | NDArray
     ) -> NDArray[np.float32]:
         """The numbers of rows; counts times ``expected`` are those of all training rows."""
-        share = (positives + PRIOR * self.share) / (counts + PRIOR)
+        share = (positives + self.prior * self.share) / (counts + self.prior)
         rate = np.log(share / (1 - share)) - np.log(self.share / (1 - self.share))
         return np.stack([np.log1p(counts * expected) / 4, rate]).astype(np.float32)
 
@@ -100,6 +109,23 @@ class Rates:
         positives[order] += sums - sums[first]
         self.count(ids, labels)
         return self._numbers(counts, positives, self.rows / np.maximum(seen, FEW))
+
+
+def prior_rows(counts: NDArray[np.int64], positives: NDArray[np.int64], share: float) -> float:
+    """The rows to add to those of each id, by how much the shares of positives differ.
+
+    Args:
+        counts, positives: rows and positives of each id, ``[V]``.
+        share: of positives among all rows.
+    """
+    often = counts > 1
+    counts, positives = counts[often], positives[often]
+    variance = share * (1 - share)
+
+    # By chance alone, each square would be the variance of a label on average.
+    beyond_chance = ((positives - counts * share) ** 2 / counts - variance).sum()
+    effect = beyond_chance / variance / max(1, (counts - 1).sum())
+    return float(1 / np.clip(effect, *EFFECTS) - 1)
 
 
 def append_rates(

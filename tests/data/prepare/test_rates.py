@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.rates import FEW, PRIOR, rate_names
+from dlrm.data.prepare.rates import FEW, Rates, prior_rows, rate_names
 from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import Meta
@@ -42,10 +42,13 @@ def prepare(table, out, ids_of=None, split=("0.8", "0.1", "0.1"), grow=False, **
 
 def expected(earlier, ids, share):
     """The numbers of rows that follow the ``(id, label)`` of ``earlier``, one after another."""
-    found, size = [], len(earlier) + sum(label is not None for _, label in ids)
+    every = [*earlier, *((own, label) for own, label in ids if label is not None)]
+    counted, labels = np.array(every).T
+    prior = prior_rows(np.bincount(counted), np.bincount(counted, labels), share)
+    found, size = [], len(every)
     for own, label in ids:
         seen = [y for i, y in earlier if i == own]
-        smooth = (sum(seen) + PRIOR * share) / (len(seen) + PRIOR)
+        smooth = (sum(seen) + prior * share) / (len(seen) + prior)
         rate = np.log(smooth / (1 - smooth)) - np.log(share / (1 - share))
         scaled = len(seen) * size / max(len(earlier), FEW)
         found.append((np.log1p(scaled if label is not None else len(seen)) / 4, rate))
@@ -82,17 +85,28 @@ def test_training_rows_know_earlier_rows_and_others_all_of_them(tmp_path):
     )
 
 
-def test_later_labels_change_no_number_of_an_earlier_row(tmp_path):
-    table = rows(1)
-    first, *_ = prepare(table, tmp_path / "first")
-    table.loc[160:319, "label"] = (
-        table.loc[160:319, "label"].sample(frac=1, random_state=0).to_numpy()
-    )
-    other, *_ = prepare(table, tmp_path / "other")
-    pd.testing.assert_frame_equal(
-        first[:161].drop(columns="label"), other[:161].drop(columns="label")
-    )
-    assert not first[NAMES].equals(other[NAMES])
+def test_later_labels_change_no_number_of_an_earlier_row():
+    rng = np.random.default_rng(1)
+    ids, labels = rng.integers(0, 9, 300), rng.integers(0, 2, 300)
+    found = []
+    for given in (labels, np.append(labels[:161], 1 - labels[161:])):
+        empty = np.zeros((2, 9), np.int64)
+        rates = Rates(counts=empty[0], positives=empty[1], share=0.5, prior=3.0, rows=300)
+        found.append(rates.numbers_of_training(ids, given))
+    np.testing.assert_array_equal(found[0][:, :161], found[1][:, :161])
+    assert (found[0][:, 170:] != found[1][:, 170:]).any()
+
+
+def test_rates_are_smoothed_by_how_much_the_shares_of_ids_differ():
+    rng = np.random.default_rng(2)
+    counts = rng.integers(1, 40, 50_000)
+    by_chance = rng.binomial(counts, 0.3)
+    assert prior_rows(counts, by_chance, 0.3) > 1000
+    for prior in (4.0, 50.0):
+        drawn = rng.binomial(counts, rng.beta(0.3 * prior, 0.7 * prior, len(counts)))
+        assert prior_rows(counts, drawn, 0.3) == pytest.approx(prior, rel=0.1)
+    for few in (np.zeros(0, np.int64), np.ones(5, np.int64)):  # nothing is known
+        assert prior_rows(few, few, 0.3) > 1000
 
 
 @pytest.mark.parametrize("grow", [False, True])
