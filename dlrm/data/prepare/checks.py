@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import yaml
 
-from ...utils.messages import print_error
+from ...utils.messages import listing, print_error
 from ..schema import SPLITS, Split
 from .bad_rows import BadRowsRule
 from .codes import LabelRule, label_rule
-from .columns import ColumnPlan
+from .column_options import yaml_line
+from .columns import ColumnPlan, Feature
+from .numbers import LARGE, LIMIT
 from .spill import Spilled
 from .splitting import Splitter
 
 SKIPPED_WARNING, SKIPPED_ERROR = 0.01, 0.5  # shares of the rows
 BY_CHANCE = 1e-3  # a split that lacks a class with less probability is refused
+SCALED = {"kind": "number", "transform": "robust"}
 FEW_ROWS = 100  # of splits that nobody expects much of
 
 
@@ -140,3 +145,39 @@ def note_weights(counts: ClassCounts) -> None:
         f"model's probabilities have a mean of {weighted:.4g}, where {share:.4g} of the training "
         "rows are positive; train.py --true_odds true makes them those of the rows"
     )
+
+
+def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, Any]]) -> None:
+    """Note columns of which nothing can be learned, and numbers far beyond those of training rows.
+
+    Args:
+        features: all of them.
+        learned: of each: ``empty`` if no training row has a value; ``far``, how many numbers are
+            beyond :data:`LIMIT`, and one of them.
+
+    Raises:
+        ValueError: no feature has a value.
+    """
+    found = list(zip(features, learned, strict=True))
+    empty = list(dict.fromkeys(each.column.name for each, own in found if own.get("empty")))
+    if empty and all(own.get("empty") for own in learned):
+        raise ValueError(
+            f"no column has a value in any training row ({listing(empty)}); correct the table, or "
+            "choose another split"
+        )
+    if empty:
+        drop = dict.fromkeys(empty, "drop")
+        lines = yaml.safe_dump(drop, default_flow_style=True, width=10**6, sort_keys=False)
+        print_error(
+            f"note: no value in any training row of {listing(empty)}: nothing is learned of later "
+            f"values; columns: {lines.strip()} leaves out what has none"
+        )
+
+    for feature, own in found:
+        count, example = own.get("far") or (0, 0.0)
+        if count:
+            print_error(
+                f"note: {feature.name} has {count:,} number{'s' * (count != 1)} beyond "
+                f"{LIMIT:g}, such as {example:.4g}, and most are below {LARGE:g}: they count as "
+                f"{LIMIT:g}; correct them, or set {yaml_line(feature.name, SCALED)}"
+            )

@@ -31,6 +31,20 @@ SUFFIXES = {
 COMPRESSED = (".gz", ".zst", ".gzip")
 DELIMITERS = (",", "\t", ";", "|")
 PICKLED = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
+PACKED = "; unpack it, or pack it with gzip or zstd"
+OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
+    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): "UTF-16; convert it to UTF-8, for example with "
+    "iconv -f UTF-16 -t UTF-8",
+    b"PK\3\4": "a ZIP archive, as Excel workbooks are; save it as CSV, or unpack it",
+    PICKLED: "a pickle, which may run code when it is read; if you trust it, load it in Python, "
+    "and write it with DataFrame.to_parquet",
+    b"BZh": f"packed with bzip2{PACKED}",
+    b"\xfd7zXZ": f"packed with xz{PACKED}",
+    b"ARROW1": "a Feather file; write it with DataFrame.to_parquet",
+}
+"""What other files begin with, and what they are."""
+VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+"""Types that many functions of Arrow lack, such as Polars writes, and those that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +134,7 @@ class RawFile:
         try:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 done = 0
-                for rows in file.iter_batches(PARQUET_ROWS):
+                for rows in map(without_views, file.iter_batches(PARQUET_ROWS)):
                     done += rows.num_rows
                     consumed = size * done // max(1, file.metadata.num_rows)
                     yield ParquetPart(path=self.path, batch=rows, consumed=consumed)
@@ -134,6 +148,12 @@ class RawFile:
                 self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         size = self.path.stat().st_size
         return {"name": self.path.name, "bytes": size, "sha256": self.sha256}
+
+
+def without_views(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The same rows, with plain texts and bytes in place of views of them."""
+    fields = [field.with_type(VIEWS.get(field.type, field.type)) for field in rows.schema]
+    return rows.cast(pa.schema(fields))
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -273,20 +293,9 @@ def _first_line(path: Path, quotes: bool) -> str:
     """
     start = BlockReader(path).start(1 << 16)
 
-    # Files of other kinds.
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(
-            f"{path} is UTF-16; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8"
-        )
-    if start.startswith(b"PK\3\4"):
-        raise ValueError(
-            f"{path} is a ZIP archive, as Excel workbooks are; save it as CSV, or unpack it"
-        )
-    if start.startswith(PICKLED):
-        raise ValueError(
-            f"{path} is a pickle, which may run code when it is read; if you trust it, load it in "
-            "Python, and write it with DataFrame.to_parquet"
-        )
+    for beginning, what in OTHER_FILES.items():
+        if start.startswith(beginning):
+            raise ValueError(f"{path} is {what}")
 
     start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():
@@ -312,7 +321,10 @@ def _require_lines(path: Path) -> None:
 
 
 def no_header_hint(file: RawFile) -> str:
-    """The end of a message on an unknown column: a name that is a number may be of a row."""
+    """The end of a message on an unknown column: a name that is a number may be of a row, and a
+    single one may be all names."""
+    if file.header and len(file.names) == 1:
+        return "; if these are several columns, say what separates them with delimiter: in the YAML"
     if not file.header or not any(map(_is_number, file.names)):
         return ""
     return "; if the first line is a row, list the names of the columns with names: in the YAML"

@@ -82,8 +82,22 @@ def plan_columns(
     except ValueError as error:
         raise ColumnsError(str(error), plan) from None
     if not plan.categorical:
-        raise ColumnsError(_no_category(plan, files[0]), plan)
+        plan = replace(plan, columns=tuple(map(_bucketed, columns)))
+    if not plan.categorical:
+        problem = (
+            f"{files[0].path}: no column is a category or list, and a model needs one; set one"
+        )
+        line = yaml_line("NAME", "category")
+        raise ColumnsError(f"{problem} with {line} in the YAML of --config", plan)
     return replace(plan, options=options)
+
+
+def _bucketed(column: Column) -> Column:
+    """A number as one of its buckets, in a table without ids; other columns as they are."""
+    if column.kind != "number" or column.options.transform != "auto":
+        return column
+    why = f"{column.why}; in buckets, as a model needs ids"
+    return replace(column, why=why, options=replace(column.options, transform="quantile"))
 
 
 _USELESS = ColumnOptions(kind="drop")
@@ -112,17 +126,6 @@ def _no_features(reasons: Mapping[str, str]) -> str:
     return (
         f"{what}: {listed}; leave {them} out with columns: {{{drop}}}, or copy {them} to the "
         f"result with columns: {{{keep}}}"
-    )
-
-
-def _no_category(plan: ColumnPlan, file: RawFile) -> str:
-    """The error of a table without ids."""
-    numbers = [column for column in plan.columns if column.kind == "number"]
-    whole = [column.name for column in numbers if column.why.startswith(("int", "whole"))]
-    name = next(iter(whole), "NAME")
-    return (
-        f"{file.path}: no column is a category or list, and a model needs one; set one with "
-        f"{yaml_line(name, 'category')} in the YAML of --config"
     )
 
 

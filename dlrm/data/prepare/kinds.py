@@ -97,6 +97,8 @@ def find_kind(
             if untyped and np.median(np.abs(there)) >= 2**53:
                 why = f"integers of 16 digits and more{_repeats(sample)}"
                 return InferredKind(kind="category", why=why)
+    if pa.types.is_time(kind) and untyped:
+        return InferredKind(kind="category", why=f"times of the day, {_often(sample)}")
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_time(kind):
         return InferredKind(kind="number", why="numbers")
     if kind == pa.null():

@@ -19,9 +19,11 @@ from ...utils.atomic import atomic_write
 from ...utils.documents import read_json
 from ..schema import HASHED, Categorical, Meta
 from ..threads import map_in_order
+from .checks import note_features
 from .columns import Feature
 from .keys import HexKeys, Keys, TextKeys
 from .numbers import (
+    LIMIT,
     Scaling,
     Summary,
     bucket_edges,
@@ -73,7 +75,7 @@ class Learner:
             The categorical columns.
 
         Raises:
-            ValueError: a feature has no value in any training row, or a value has no id.
+            ValueError: no feature has a value in any training row, or a value has no id.
         """
         plan, found = self.transform.plan, []
         if self.earlier is None and (weight := plan.only("weight")):
@@ -84,6 +86,8 @@ class Learner:
             for described in map_in_order(self._learn, enumerate(plan.features), 2):
                 found += [] if described is None else [described]
                 bar.update()
+        files = (self.work / "ids" / f"{index}.json" for index in range(len(plan.features)))
+        note_features(plan.features, list(map(read_json, files)))
         return tuple(found)
 
     def _learn(self, numbered: tuple[int, Feature]) -> Categorical | None:
@@ -121,9 +125,10 @@ class Learner:
             none.write(vocabulary)
             described = _describe(feature, none, HASHED)
         elif not feature.bucketed:
-            described = self._learn_values(index, feature, vocabulary)
+            described, learned["empty"] = self._learn_values(index, feature, vocabulary)
         elif self.earlier is None:
             made, learned["edges"] = self._learn_buckets(feature)
+            learned["empty"] = not _has_value(made.values, made.counts)
             made.write(vocabulary)
             described = _describe(feature, made)
         else:
@@ -135,13 +140,26 @@ class Learner:
     def _learn_number(self, feature: Feature) -> dict[str, object]:
         learned: dict[str, object] = {}
         if feature.part == "age":
-            newest = max(np.nanmax(x, initial=-np.inf) for x in self._training(feature))
-            if newest == -np.inf:
-                raise _no_value(feature)
-            self.transform.newest[feature.name] = learned["newest"] = float(newest)
+            newest = max(float(np.nanmax(x, initial=-np.inf)) for x in self._training(feature))
+            newest = max(newest, np.finfo(np.float64).min)
+            self.transform.newest[feature.name] = learned["newest"] = newest
         summary = self._summary(feature)
         transform = "log" if feature.part == "age" else feature.column.options.transform or "auto"
-        return learned | {"scaling": asdict(fit_scaling(transform, summary))}
+        scaling = fit_scaling(transform, summary)
+        if scaling.limit == LIMIT:
+            learned["far"] = self._far(feature)
+        learned["empty"] = summary.missing == summary.rows
+        return learned | {"scaling": asdict(scaling)}
+
+    def _far(self, feature: Feature) -> list[float]:
+        """How many numbers of all rows are beyond :data:`LIMIT`, and one; empty if none is."""
+        count, example = 0, 0.0
+        for block in self.blocks:
+            values = block.column(feature.name).to_numpy()
+            far = values[np.abs(values) > LIMIT]
+            count += len(far)
+            example = float(far[0]) if len(far) else example
+        return [count, example] if count else []
 
     def _learn_buckets(self, feature: Feature) -> tuple[Vocabulary, list[float]]:
         edges = bucket_edges(self._summary(feature), feature.column.options.buckets)
@@ -155,10 +173,7 @@ class Learner:
 
     def _summary(self, feature: Feature) -> Summary:
         rows = sum(count_selected(self.splitter.training(block)) for block in self.blocks)
-        summary = summarise(self._training(feature), rows)
-        if summary.missing == summary.rows:
-            raise _no_value(feature)
-        return summary
+        return summarise(self._training(feature), rows)
 
     def _training(self, feature: Feature) -> Iterator[NDArray[np.float64]]:
         """The numbers of the training rows, in blocks; of a time its age, once it is known."""
@@ -168,8 +183,14 @@ class Learner:
                 values = np.maximum(self.transform.newest[feature.name] - values, 0)
             yield values[self.splitter.training(block)]
 
-    def _learn_values(self, index: int, feature: Feature, vocabulary: Path) -> Categorical:
-        """Give ids to the values of a category or list."""
+    def _learn_values(
+        self, index: int, feature: Feature, vocabulary: Path
+    ) -> tuple[Categorical, bool]:
+        """Give ids to the values of a category or list.
+
+        Returns:
+            The column, and whether no row that is counted has a value.
+        """
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
         with atomic_write(self.work / "ids" / str(index)) as temporary:
@@ -182,9 +203,8 @@ class Learner:
                     entries += sum(map(len, occurrences)) if each is feature else 0
 
             values, counts = keys.ordered()
+            empty = not plan.hexadecimal and not _has_value(values, counts)
             if self.earlier is None:
-                if not plan.hexadecimal and not _has_value(values, counts):
-                    raise _no_value(feature)
                 oov = plan.vocabulary == "train" or min_count > 1
                 made, ids = make_vocabulary(values, counts, min_count=min_count, most=most, oov=oov)
             else:
@@ -197,7 +217,7 @@ class Learner:
             os.truncate(temporary, entries * np.dtype(np.int32).itemsize)
         if feature.name in plan.rated:
             self._count_positives(index, feature, vocabulary)
-        return described
+        return described, empty and self.earlier is None
 
     def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
         """Add the positives of each id to a vocabulary, and keep the counts before these rows."""
@@ -347,10 +367,3 @@ def _has_value(values: pa.Array, counts: NDArray[np.int64]) -> bool:
     """Whether any counted row has a value that is not missing."""
     counted = values.filter(pa.array(counts > 0))
     return counted[:2].to_pylist() not in ([], [""])
-
-
-def _no_value(feature: Feature) -> ValueError:
-    return ValueError(
-        f"column {feature.column.name!r} has no value in any training row; leave it out with "
-        f"{feature.column.drop_line}, or choose another split"
-    )

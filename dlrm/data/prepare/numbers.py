@@ -7,7 +7,8 @@ log3      log(max(x, -2) + 3), as in TorchRec
 standard  (x - mean) / standard deviation
 robust    asinh((x - median) / interquartile range): about linear in the middle and logarithmic in
           the tails, whatever the unit of a price and however huge a few are
-auto      none if the numbers are of the size that a network expects, else robust
+auto      none if the numbers are of the size that a network expects, and those far beyond count
+          as less; 0 if all are the same, as nothing is learned of others; else robust
 quantile  the number of the bucket, of which all have about equally many rows: an id
 ========= ======================================================================================
 
@@ -19,7 +20,7 @@ is a bucket of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +31,7 @@ Floats = NDArray[np.float64]
 QUANTILE_VALUES = 1 << 22
 """Numbers that quantiles are computed from: of more rows, evenly spaced ones. 32 MB."""
 LARGE, SMALL = 4.0, 0.1  # between these, the size of a number is left alone
+LIMIT = 100.0  # what a number counts as that is beyond it, among numbers of the usual size
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -41,6 +43,15 @@ class Scaling:
     """Any but ``auto`` and ``quantile``."""
     center: float = 0.0
     scale: float = 1.0
+    limit: float = FLOAT32_MAX
+    """The largest absolute value of the result of ``none``, ``standard`` and ``robust``."""
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values; without a limit, those of versions that had none."""
+        plain = asdict(self)
+        if self.limit == FLOAT32_MAX:
+            del plain["limit"]
+        return plain
 
     def apply(self, values: Floats) -> NDArray[np.float32]:
         """The transformed ``values [n]``; missing ones are NaN and become 0."""
@@ -50,7 +61,7 @@ class Scaling:
         if self.transform in ("standard", "robust"):
             x = (x - self.center) / self.scale
             x = np.arcsinh(x) if self.transform == "robust" else x
-        return np.nan_to_num(np.clip(x, -FLOAT32_MAX, FLOAT32_MAX), nan=0.0).astype(np.float32)
+        return np.nan_to_num(np.clip(x, -self.limit, self.limit), nan=0.0).astype(np.float32)
 
 
 def shifted_log(values: Floats, transform: str) -> NDArray[np.float32]:
@@ -69,6 +80,12 @@ class Summary:
     deviation: float
     sample: Floats
     """In the order of the rows; no missing ones."""
+
+    @property
+    def constant(self) -> bool:
+        """Whether all numbers are the same, or none is there."""
+        same = not len(self.sample) or self.sample.min() == self.sample.max()
+        return bool(same and self.deviation <= 1e-9 * abs(self.mean))
 
 
 def summarise(blocks: Iterable[Floats], rows: int) -> Summary:
@@ -101,16 +118,17 @@ def summarise(blocks: Iterable[Floats], rows: int) -> Summary:
 
 def fit_scaling(transform: str, summary: Summary) -> Scaling:
     """The scaling of a number, with ``auto`` decided."""
+    if transform == "auto" and summary.constant:
+        return Scaling(transform="none", limit=0.0)
     if not len(summary.sample):
-        return Scaling(transform="none" if transform == "auto" else transform)
+        return Scaling(transform=transform)
     low, quarter, median, three_quarters, high = np.quantile(
         summary.sample, (0.001, 0.25, 0.5, 0.75, 0.999)
     )
     if transform == "auto":
-        usual = low >= -LARGE and high <= LARGE and summary.deviation >= SMALL
-        transform = (
-            "none" if usual or (summary.deviation == 0 and abs(median) <= LARGE) else "robust"
-        )
+        if low >= -LARGE and high <= LARGE and summary.deviation >= SMALL:
+            return Scaling(transform="none", limit=LIMIT)
+        transform = "robust"
     if transform == "standard":
         return Scaling(transform=transform, center=summary.mean, scale=_positive(summary.deviation))
     if transform == "robust":

@@ -266,7 +266,7 @@ class Transform:
         # In the order of the features: they were learned by threads, in any order.
         names = [feature.name for feature in self.plan.features]
         return {
-            "scalings": {n: asdict(self.scalings[n]) for n in names if n in self.scalings},
+            "scalings": {n: self.scalings[n].as_json() for n in names if n in self.scalings},
             "newest": {n: self.newest[n] for n in names if n in self.newest},
             "edges": {n: self.edges[n].tolist() for n in names if n in self.edges},
         }

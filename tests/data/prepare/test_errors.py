@@ -120,13 +120,13 @@ def test_columns_that_are_not_as_they_should_be(tmp_path):
     with pytest.raises(ValueError, match=r"d.csv has 2 columns named 'price'"):
         prepare(twice, tmp_path)
     with pytest.raises(ValueError, match="no column is a category or list"):
-        prepare(path, tmp_path, columns={"city": "drop"})
+        prepare(path, tmp_path, columns={"city": "drop", "price": "drop"})
     bare = write(tmp_path / "e.csv", ["1,2.5,7", "0,3.5,8"])
     with pytest.raises(ValueError, match=r"first line holds numbers .* list them with names:"):
         prepare(bare, tmp_path)
 
 
-def test_no_column_is_dropped_silently(tmp_path):
+def test_no_column_is_dropped_silently(tmp_path, capsys):
     rows = {"label": [0, 1] * 100, "c": ["a", "b"] * 100}
     for values, reason in (
         ([{"a": 1}] * 200, "struct"),
@@ -140,9 +140,10 @@ def test_no_column_is_dropped_silently(tmp_path):
             prepare(tmp_path / "rows.parquet", tmp_path)
     for values in ([None] * 200, pa.nulls(200, pa.string()), [float("nan")] * 200):
         pq.write_table(pa.table(rows | {"odd": values}), tmp_path / "rows.parquet")
-        with pytest.raises(ValueError, match=r"'odd' has no value .*columns: {odd: drop}"):
-            prepare(tmp_path / "rows.parquet", tmp_path)
-        prepare(tmp_path / "rows.parquet", tmp_path, columns={"odd": "drop"})
+        prepare(tmp_path / "rows.parquet", tmp_path)
+        told = capsys.readouterr().err
+        assert "no value in any training row of odd:" in told
+        assert "columns: {odd: drop}" in told
         (tmp_path / "out" / "meta.json").unlink()
 
 
@@ -280,6 +281,29 @@ def test_a_quote_that_is_never_closed(tmp_path, rest, end):
         prepare(path, tmp_path, block_bytes=1 << 20)
     whole = prepare(path, tmp_path, block_bytes=1 << 20, quotes=False)
     assert sum(split.rows for split in whole.splits.values()) == 101 + len(rest)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "text"),
+    [
+        ("rows.csv.bz2", b"BZh91AY", "is packed with bzip2; unpack it"),
+        (
+            "rows.csv.xz",
+            b"\xfd7zXZ\0",
+            "is packed with xz; unpack it, or pack it with gzip or zstd",
+        ),
+        ("rows.feather", b"ARROW1\0\0", "is a Feather file; write it with DataFrame.to_parquet"),
+        (
+            "rows.csv",
+            b"label^price\n1^2\n",
+            r"if these are several columns, .* delimiter: in the YA",
+        ),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path, name, start, text):
+    (tmp_path / name).write_bytes(start)
+    with pytest.raises(ValueError, match=text):
+        open_and_plan([tmp_path / name], build_options({}))
 
 
 def test_a_pickle_is_called_one(tmp_path):

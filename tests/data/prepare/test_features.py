@@ -13,6 +13,7 @@ from dlrm.data.prepare import numbers
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
+from dlrm.data.prepare.raw_rows import as_batch
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import SPLITS, Meta
@@ -131,6 +132,73 @@ def test_scalings():
 def test_numbers_without_a_spread(transform, values):
     x = np.array(values)
     assert np.isfinite(fit_scaling(transform, summarise([x], len(x))).apply(x)).all()
+
+
+def test_a_column_without_a_value_in_the_training_rows_is_noted(tmp_path, capsys):
+    """It ended the program; later values of a number would reach weights that never learned it."""
+    columns = {
+        "label": [0, 1] * 100,
+        "city": ["a", "b"] * 100,
+        "text": [None] * 180 + ["x"] * 20,
+        "number": pa.array([None] * 180 + [1e9] * 20, pa.float64()),
+        "bucket": pa.array([None] * 180 + [7.0] * 20),
+        "day": pa.array([None] * 180 + [20_000] * 20, pa.date32()),
+        "null": pa.nulls(200),
+    }
+    bucket = {"kind": "number", "transform": "quantile"}
+    tables = prepare(tmp_path, columns, columns={"bucket": bucket, "number": "number"})
+    told = capsys.readouterr().err
+    assert "no value in any training row of text, number, bucket, day, null: nothing is" in told
+    assert "columns: {text: drop, number: drop, bucket: drop, day: drop, 'null': drop}" in told
+    assert tables["test"]["number"].to_pylist() == [0] * 20
+    assert tables["test"]["day_age"].to_pylist() == [0] * 20
+    scores = Transform.load(tmp_path / "out").apply(pa.RecordBatch.from_pydict(columns))
+    assert scores.num_rows == 200
+    with pytest.raises(ValueError, match=r"no column has a value in any training row \(null\)"):
+        prepare(tmp_path, {"label": [0, 1] * 9, "null": pa.nulls(18)}, name="none")
+
+
+def test_a_number_far_beyond_those_of_the_training_rows_is_noted_and_limited(tmp_path, capsys):
+    """1e30 in a test row alone was called divergence of the training."""
+    x = np.random.default_rng(0).normal(size=200)
+    columns = {"label": [0, 1] * 100, "c": ["a", "b"] * 100, "x": x, "one": [5.0] * 200}
+    columns["x"][[190, 191]] = -1e30, 101
+    columns["one"][195] = 1e6
+    tables = prepare(tmp_path, columns, columns={"one": "number"})
+    assert tables["test"]["x"].to_pylist()[9:12] == pytest.approx([x[189], -100, 100])
+    assert set(tables["test"]["one"].to_pylist()) == {0}, "the training rows have one number"
+    told = capsys.readouterr().err
+    assert "note: x has 2 numbers beyond 100, such as -1e+30, and most are below 4" in told
+    assert "set columns: {x: {kind: number, transform: robust}}" in told
+
+
+def test_a_table_of_numbers_alone_gets_buckets_as_ids(tmp_path):
+    """It was an error that told to call a number a category."""
+    x = np.random.default_rng(0).normal(size=200)
+    columns = {"label": [0, 1] * 100, "x": x, "y": x * 100, "z": x + 1}
+    tables = prepare(tmp_path, columns, columns={"z": {"kind": "number", "transform": "log"}})
+    meta = Meta.read(tmp_path / "out")
+    assert (meta.tables, meta.dense) == (("x", "y"), ("z",))
+    assert max(tables["train"]["x"].to_pylist()) > 20
+
+
+def test_texts_and_bytes_may_be_views():
+    """As Polars hands them over: few functions of Arrow take them."""
+    table = pa.table({"a": pa.array(["x", None], pa.string_view())})
+    table = table.append_column("b", pa.array([b"x", b""], pa.binary_view()))
+    for rows in (table, table.to_batches()[0]):
+        assert as_batch(rows).schema.types == [pa.string(), pa.binary()]
+        assert as_batch(rows).to_pylist() == table.to_pylist()
+
+
+def test_times_of_the_day_in_a_csv_are_categories(tmp_path):
+    """They were called numbers, and the first one no number."""
+    lines = [f"{i % 2},{i % 24:02}:30" for i in range(200)]
+    (tmp_path / "rows.csv").write_text("\n".join(["label,at", *lines]))
+    files, plan = open_and_plan([tmp_path / "rows.csv"], build_options({}))
+    assert plan.columns[1].why == "times of the day, 24 values in 200 rows"
+    prepare_table(files, plan, tmp_path / "out", progress=False)
+    assert Meta.read(tmp_path / "out").categorical[0].cardinality == 25
 
 
 def test_quantiles_of_many_rows_are_those_of_a_part(monkeypatch):
