@@ -40,14 +40,16 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
     """
     if output.exists():
         raise ValueError(f"{output} exists: name another directory, or remove it")
-    described = _read(delta / DELTA)
+    described = read_object(delta / DELTA)
     if (described.get("format"), described.get("version")) != ("dlrm export delta", 1):
         raise ValueError(f"{delta / DELTA} is not a delta that this program can read")
     if digest_of(base / MANIFEST) != described["base"]:
+        why = _not_its_base(base, described)
         raise ValueError(
-            f"{delta} was made from another export than {base}: name that one, or export in full"
+            f"{delta} was made from another export than {base}{why}: name that one, or export in "
+            "full"
         )
-    before, after = _read(base / MANIFEST)["files"], described["result"]["files"]
+    before, after = read_object(base / MANIFEST)["files"], described["result"]["files"]
     for name in after:
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise ValueError(f"{delta / DELTA} names {name!r}, which is in another directory")
@@ -107,6 +109,17 @@ def new_weights(
     return weights
 
 
+def _not_its_base(base: Path, described: dict[str, Any]) -> str:
+    """Why an export is not the one that a delta was made from, if that is known."""
+    if digest_of(base / MANIFEST)["sha256"] == described["result_sha256"]:
+        return ", which has it already"
+    here, start = read_object(base / MANIFEST), described.get("from", {})
+    if here["run"] != start.get("run"):
+        return ""
+    steps = f", from step {start['step']} of the run, and that is at step {here['step']}"
+    return steps + (", so deltas between them are missing" * (start["step"] > here["step"]))
+
+
 def digest_of(path: Path) -> dict[str, Any]:
     """Bytes and SHA-256 of a file."""
     with path.open("rb") as file:
@@ -120,7 +133,7 @@ def _require(path: Path, digest: dict[str, Any]) -> None:
         raise ValueError(f"{path} is damaged, or not the file that was exported: copy it again")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The content of a JSON file, which has some kilobytes for each table."""
     if (size := path.stat().st_size) > JSON_BYTES:
         raise ValueError(f"{path} has {size:,} bytes, more than {JSON_BYTES:,}: copy it again")

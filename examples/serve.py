@@ -1,8 +1,8 @@
 """Serve an exported model over HTTP: ``python examples/serve.py EXPORT``.
 
-It needs serve_model.py and serve_rows.py next to it, and PyTorch, safetensors, numpy, pandas,
-pyarrow, pydantic, PyYAML, starlette, uvicorn and prometheus-client, but not the package that
-trained the model.
+It needs serve_model.py, serve_rows.py, serve_deltas.py and apply_delta.py next to it, and PyTorch,
+safetensors, numpy, pandas, pyarrow, pydantic, PyYAML, starlette, uvicorn and prometheus-client, but
+not the package that trained the model.
 
 POST /score takes raw rows and answers with their probabilities, in the same form:
 
@@ -10,6 +10,9 @@ POST /score takes raw rows and answers with their probabilities, in the same for
     -> {"probability": [0.1, ...]}
   application/vnd.apache.arrow.stream: an Arrow stream with the columns
     -> an Arrow stream with the column probability
+
+With --deltas DIR, the deltas of the export that come to DIR are applied while it serves. Each
+answer is of one version of the model, whose step is in the header model-step.
 
 GET /health says whether the server takes requests; GET /metrics is for Prometheus. A refused
 request gets a status of 4xx or 503 and {"error": "..."}. There is no authentication: the server
@@ -46,6 +49,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol  # bounds the size of headers
 
 sys.path.insert(0, str(Path(__file__).parent))
+from serve_deltas import DeltaFollower
 from serve_model import Scorer
 from serve_rows import ARROW, JSON, Refused, one_line, rows_of
 
@@ -62,10 +66,11 @@ class Service:
     """
 
     def __init__(self, scorer: Scorer, options: argparse.Namespace) -> None:
-        self._scorer = scorer
+        self.scorer = scorer
         self._options = options
         self._pool = ThreadPoolExecutor(options.workers)
         self._waiting = 0
+        self.deltas: DeltaFollower | None = None
         self.draining = False
 
         self._registry = registry = prometheus.CollectorRegistry()
@@ -74,6 +79,16 @@ class Service:
         self._requests = counter("requests", "Answers by status", ["status"], registry=registry)
         self._rows = counter("rows", "Rows that were scored", registry=registry)
         self._seconds = histogram("seconds", "Time of a request to score", registry=registry)
+
+    def follow(self, export: Path, deltas: Path) -> None:
+        """Serve newer versions as deltas come."""
+
+        def loaded(scorer: Scorer) -> None:
+            self.scorer = scorer  # requests that have begun keep the one before
+            say(f"serving step {scorer.manifest['step']}")
+
+        options = self._options
+        self.deltas = DeltaFollower(export, deltas, options.every, options.threads, loaded)
 
     async def score(self, request: Request) -> Response:
         """Answer POST /score."""
@@ -103,11 +118,14 @@ class Service:
         try:
             body = await self._body(request)
             loop = asyncio.get_running_loop()
-            content, count = await loop.run_in_executor(self._pool, self._work, body, kind)
+            scorer = self.scorer  # of the whole answer, whatever is loaded meanwhile
+            work = partial(self._work, scorer, body, kind)
+            content, count = await loop.run_in_executor(self._pool, work)
         finally:
             self._waiting -= 1
         self._rows.inc(count)
-        return Response(content, media_type=kind)
+        headers = {"model-step": str(scorer.manifest["step"])}
+        return Response(content, media_type=kind, headers=headers)
 
     async def _body(self, request: Request) -> bytes:
         body = bytearray()
@@ -117,12 +135,12 @@ class Service:
                 raise Refused(413, f"the body has more than {self._options.max_bytes} bytes")
         return bytes(body)
 
-    def _work(self, body: bytes, kind: str) -> tuple[bytes, int]:
+    def _work(self, scorer: Scorer, body: bytes, kind: str) -> tuple[bytes, int]:
         """Read rows, score them and write the answer, in a thread."""
         limits = self._options.max_rows, self._options.max_bytes
-        rows = rows_of(body, kind, self._scorer.columns, *limits)
+        rows = rows_of(body, kind, scorer.columns, *limits)
         try:
-            found = self._scorer.score(rows)
+            found = scorer.score(rows)
         except (ValueError, pa.ArrowException) as error:  # Arrow's: a type that nothing reads
             raise Refused(400, one_line(error)) from None
         if kind == JSON:
@@ -135,7 +153,7 @@ class Service:
 
     async def health(self, _: Request) -> Response:
         """Answer GET /health: 503 if the server is about to end, so no more requests are sent."""
-        manifest = self._scorer.manifest
+        manifest = self.scorer.manifest
         status = {"status": "ends" if self.draining else "ok"}
         about = {name: manifest[name] for name in ("run", "step", "tables")}
         return JSONResponse(status | about, 503 if self.draining else 200)
@@ -155,6 +173,8 @@ class Service:
             say(f"serving on {address}")
             yield
             self._pool.shutdown()
+            if self.deltas is not None:
+                self.deltas.close()
 
         hosts = [*LOOPBACK, "[::1]"] if self._options.host in LOOPBACK else ["*"]
         routes: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
@@ -298,6 +318,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--connections", type=int, default=500, help="at a time; more are closed (default: 500)")
     add("--workers", type=int, default=2, help="requests that are scored at a time (default: 2)")
     add("--threads", type=int, default=1, help="threads of PyTorch (default: 1)")
+    deltas = "apply the deltas that come to this directory (default: none)"
+    add("--deltas", metavar="DIR", type=Path, help=deltas)
+    add("--every", type=float, default=10, help="seconds between two looks there (default: 10)")
     add("--drain", type=float, default=1, help="seconds to continue after SIGTERM (default: 1)")
     return parser
 
@@ -308,11 +331,14 @@ def main() -> int:
 
     try:
         scorer = Scorer(options.export, options.threads)
+        service = Service(scorer, options)
         listening = socket.create_server(
             (options.host, options.port),
             family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
         )
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # saves 40 ms per answer
+        if options.deltas is not None:
+            service.follow(options.export, options.deltas)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -321,7 +347,6 @@ def main() -> int:
         say("note: other machines can reach this, and there is no authentication")
     host = f"[{options.host}]" if ":" in options.host else options.host
 
-    service = Service(scorer, options)
     connection = partial(Connection, seconds=options.timeout, most=options.connections)
     config = uvicorn.Config(
         service.app(f"http://{host}:{listening.getsockname()[1]}"),

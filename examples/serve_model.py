@@ -61,7 +61,8 @@ class Scorer:
             else:
                 require_digest(export / name, digest)
 
-        sys.path.insert(0, str(export))
+        if "dlrm_reader" not in sys.modules:
+            sys.path.insert(0, str(export))
         from dlrm_reader import InputReader
 
         self._reader = InputReader.load(export)

@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": "score rows with a trained model",
     "compare": "compare runs in a table and a plot",
     "export": "export a trained model for programs that do not have this package",
+    "apply": "apply a delta of an export, which gives the newer export",
     "serve": "serve an exported model over HTTP",
 }
 WITHOUT_PANDAS = ("prepare", "prepare_table", "predict")

@@ -53,7 +53,7 @@ def arguments() -> Parser:
         "--delta-from",
         metavar="EXPORT",
         type=path_arg,
-        help="export only what changed since EXPORT, for examples/apply_delta.py; number format "
+        help="export only what changed since EXPORT, for dlrm apply; number format "
         "and compiled programs are those of EXPORT",
     )
 

@@ -6,11 +6,15 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from dlrm.commands.apply import apply_delta
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
 from dlrm.data.days import day_names, next_day
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
+from dlrm.export.days import export_day
 from dlrm.training import tracking
 from dlrm.training.loaders import DayLoader
 from dlrm.utils.messages import print_error
@@ -42,9 +46,11 @@ class FollowingRun(Run):
     # A day ------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> bool:
-        before = self.train_data.path
+        before, config = self.train_data.path, self.config
         if self.train_data.epoch < self.progress.epoch:
             self._validate()  # and save the state after the day before
+            if config.follow_export:
+                self._export(Path(config.follow_export))
             with self.clock.part("data_wait"):
                 day = self._next_day()
             if day is None:
@@ -81,6 +87,16 @@ class FollowingRun(Run):
             text += f", AUC {values['auc']:.4f} before training on them"
         self._held_out_of_day()
         self._say(text)
+
+    def _export(self, directory: Path) -> None:
+        """Export the state after a day, which has been saved, in the first process."""
+        with self.clock.part("checkpoint"):
+            self.checkpoints.writer.wait()
+            run, day = self.checkpoints.run, self.train_data.path.name
+            if not self.world.first:
+                return
+            with torch.random.fork_rng(devices=[]):  # of the run, which goes on as without it
+                export_day(self.directory, run, self.steps, directory, day, apply_delta())
 
     # The next day -----------------------------------------------------------------------------
 

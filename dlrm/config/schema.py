@@ -23,7 +23,7 @@ HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "checkpoint_every", "keep_checkpoints"),
     *("profile", "dry_run", "log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
-    *("eval_batch_size", "group", "follow_wait"),
+    *("eval_batch_size", "group", "follow_wait", "follow_export"),
 }
 """Options that do not change the results of a run."""
 
@@ -239,6 +239,10 @@ class RunConfig:
     (--ids hash, with --emb dynamic). A day counts once it has its meta.json."""
     follow_wait: Natural = 60
     """With follow, seconds between two looks for the next day. 0: stop when none is left."""
+    follow_export: Directory | None = None
+    """With follow, directory that gets an export of the model after each day: the first one in
+    full, then for each DAY a delta, DAY.delta, and what it gives, DAY, of which the newest two
+    stay."""
     output: Directory = "runs"
     """Directory in which runs are stored."""
     name: RunName | None = None

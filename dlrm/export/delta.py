@@ -1,4 +1,4 @@
-"""The changes between two exports, which examples/apply_delta.py applies; see docs/export.md.
+"""The changes between two exports, which ``dlrm apply`` applies; see docs/export.md.
 
 A tensor with rows of the same width has only the rows that differ, bit for bit, in a delta; rows of
 a table that has grown keep their number in the table, although the tables after it have moved. All
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,10 @@ from dlrm.export.directory import (
     open_run,
     read_manifest,
 )
+from dlrm.export.inference import InferenceModel
+from dlrm.export.lookups import DynamicLookup
 from dlrm.export.programs import save_weights
+from dlrm.kernels.dynamic.index import EMPTY, LANES
 from dlrm.utils.atomic import atomic_directory, atomic_write
 
 FORMAT, VERSION = "dlrm export delta", 1
@@ -38,6 +41,7 @@ DELTA = "delta.json"
 ROWS = "rows.safetensors"
 FILES = "files"
 """Names in the directory: its description, rows and tensors, and files that are taken whole."""
+CAME, EVICTED = "came", "evicted"
 STARTS = {"rows": "starts", "exact": "first_row"}
 """Modules of a group with the rows of all its tables: the tensor with the first row of each."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,7 +72,7 @@ def export_delta(run: Path, output: Path, base: Path, options: ExportOptions) ->
         as_before = {"tables": before["tables"], "devices": tuple(before["compiled"])}
         exporter = open_run(run, replace(options, **as_before))
         old = load_file(base / WEIGHTS)
-        new = {name: v.contiguous() for name, v in exporter.program.state_dict.items()}
+        new = exporter.weights
         if old.keys() != new.keys():
             name = min(old.keys() ^ new.keys())
             raise ValueError(
@@ -91,9 +95,14 @@ def export_delta(run: Path, output: Path, base: Path, options: ExportOptions) ->
             after["files"] = dict(sorted(files.items()))
 
         tensors, described = changes_between(old, new)
+        tensors |= (ids := changed_ids(exporter.model, old, new, after["categorical"]))
         save_weights(tensors, directory / ROWS)
         rows = sum(len(v) for n, v in tensors.items() if n.startswith("row_numbers:"))
         print(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
+
+        if counts := {name: len(changed) for name, changed in ids.items()}:
+            came, evicted = (_total(counts, kind) for kind in (CAME, EVICTED))
+            print(f"ids: {came:,} came, {evicted:,} were evicted")
 
         taken = _take_changed(full, directory / FILES, before["files"], after["files"])
         print(f"{FILES}/: {len(taken)} files that changed")
@@ -102,7 +111,9 @@ def export_delta(run: Path, output: Path, base: Path, options: ExportOptions) ->
             "format": FORMAT,
             "version": VERSION,
             "base": digest_of(base / MANIFEST),
+            "from": {name: before[name] for name in ("run", "step")},
             "changed_rows": rows,
+            "ids": counts,
             "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
             "tensors": described,
             "taken": taken,
@@ -113,6 +124,50 @@ def export_delta(run: Path, output: Path, base: Path, options: ExportOptions) ->
         with atomic_write(directory / DELTA) as temporary:
             temporary.write_text(as_text(delta))
     return delta
+
+
+def changed_ids(
+    model: InferenceModel,
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    columns: Sequence[Mapping[str, Any]],
+) -> dict[str, Tensor]:
+    """The ids that came to dynamic tables and those that were evicted, for readers that keep rows
+    by id: ``came:COLUMN`` and ``evicted:COLUMN``, ascending, where COLUMN is the first column of
+    the table.
+
+    Args:
+        model: the newer one.
+        old, new: weights.
+        columns: the entries of the manifest.
+    """
+    found = {}
+    for group, lookup in enumerate(model.tables):
+        if not isinstance(lookup, DynamicLookup):
+            continue
+        sides = []
+        for weights in (old, new):
+            slots = LANES * weights[f"tables.{group}.group._buckets"]
+            sides.append(weights[f"tables.{group}.group._ids"].split(slots.tolist()))
+
+        # Columns of one vocabulary have one table.
+        features = model.features[group]
+        first = features[:: len(features) // len(sides[0])]
+        for feature, before, after in zip(first, *sides, strict=True):
+            name = columns[feature]["name"]
+            found[f"{CAME}:{name}"] = _without(after, before)
+            found[f"{EVICTED}:{name}"] = _without(before, after)
+    return found
+
+
+def _without(ids: Tensor, others: Tensor) -> Tensor:
+    """The ids that are not among others, ascending."""
+    ids = ids[(ids != EMPTY) & ~torch.isin(ids, others)]
+    return ids.sort().values
+
+
+def _total(counts: Mapping[str, int], kind: str) -> int:
+    return sum(count for name, count in counts.items() if name.startswith(f"{kind}:"))
 
 
 def _take_changed(
@@ -151,7 +206,7 @@ def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
 def changes_between(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Compare tensors of the same names, bit for bit, none of them without a dimension.
+    """Compare tensors of the same names, bit for bit.
 
     Returns:
         What has changed: ``row_numbers:NAME`` and ``row_values:NAME``, or ``whole:NAME``. And for
@@ -182,7 +237,8 @@ def _spans(
 ) -> list[list[int]] | None:
     """Where the rows of a tensor were, ``[from, to, rows]`` for each piece; None if nowhere."""
     before, value = old[name], new[name]
-    if before.shape[1:] != value.shape[1:] or before.dtype != value.dtype:
+    same = before.dtype == value.dtype and before.shape[1:] == value.shape[1:]
+    if not same or not value.dim():
         return None
     if before.shape == value.shape:
         return [[0, 0, len(value)]]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 
 import dlrm
 from dlrm.data.prepare.fingerprint import other_data
@@ -119,7 +118,8 @@ def open_run(run: Path, options: ExportOptions) -> Exporter:
     precision = options.tables or (None if options.emb else "fp32")
     inference = InferenceModel(model, multi_hot, precision=precision)
     return Exporter(
-        program=trace(inference, len(meta.dense)),
+        model=inference,
+        num_dense=len(meta.dense),
         description=description,
         preparation=kept if directory == kept else None,
         options=options,
@@ -209,12 +209,18 @@ def _inputs(meta: Meta) -> list[dict[str, Any]]:
 class Exporter:
     """Writes a trained model as the files of an export."""
 
-    program: ExportedProgram
+    model: InferenceModel
+    num_dense: int
     description: dict[str, Any]
     """Entries of the manifest that say what the model is."""
     preparation: Path | None
     """Directory with the transformations of raw rows; None if there is none."""
     options: ExportOptions
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name."""
+        return {name: value.contiguous() for name, value in self.model.state_dict().items()}
 
     def write(
         self, directory: Path, note: Callable[[str], object], *, programs: bool = True
@@ -232,7 +238,7 @@ class Exporter:
         Raises:
             ValueError: a weight is NaN or infinite.
         """
-        weights = {name: v.contiguous() for name, v in self.program.state_dict.items()}
+        weights = self.weights
         _require_finite(weights)
         save_weights(weights, directory / WEIGHTS)
         note(f"{WEIGHTS}: {sum(v.nbytes for v in weights.values()):,} bytes")
@@ -261,7 +267,7 @@ class Exporter:
         self, directory: Path, manifest: dict[str, Any], note: Callable[[str], object]
     ) -> None:
         """Write the program in all forms, and name them in the manifest."""
-        program = self.program
+        program = trace(self.model, self.num_dense)
         save_program(program, directory / PROGRAM)
         note(f"{PROGRAM}: for torch.export.load")
         for device in self.options.devices:

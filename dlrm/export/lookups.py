@@ -98,6 +98,8 @@ class DynamicLookup(nn.Module):
         self.stored = RowLookup(group, precision)
         self.group = group
         del group.weight  # its rows are stored above
+        for name in ("_scores", "_sketch"):  # of training alone
+            setattr(group, name, group.get_buffer(name).new_zeros(1))
 
     def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
         """As in :class:`RowLookup`."""

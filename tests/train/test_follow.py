@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from dlrm.training.checkpoint import Checkpoint, read_index
 from dlrm.training.checkpoint.index import read_manifest
 
+ROOT = Path(__file__).parents[2]
 DYNAMIC = ["--emb", "dynamic", "--dynamic.rows", "200", "--log_every", "1", "--batch_size", "64"]
 
 
@@ -220,6 +224,25 @@ def test_tables_with_one_vocabulary_follow_too(run, command, lines, tmp_path):
     run("prepare_table", raw, "--output", directory / "2", *grown)
     refused = run("train", "--resume", tmp_path / "run", status=2).stderr
     assert "prepare it again, with --ids-of" in refused
+
+
+def test_the_commands_of_the_page_work(run, monkeypatch, lines, tmp_path):
+    page = (ROOT / "docs" / "dynamic.md").read_text().partition("## Day after day")[2]
+    blocks = re.findall(r"```bash\n(.*?)```", page.partition("\n## ")[0], re.DOTALL)
+    commands = [shlex.split(line)[1:] for line in "".join(blocks).splitlines()]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dlrm.export.days.has_compiler", lambda: False)
+    for day, name in enumerate(("monday", "tuesday")):
+        raw = write_day(tmp_path / f"{name}.csv", day)
+        raw.write_text(raw.read_text().replace("label", "clicked"))
+
+    served = [own for own in commands if own[0] == "serve"]
+    for name, *given in commands:
+        if name != "serve":
+            run(name, *given, *(["--follow_wait", "0"] if name == "train" else []))
+    run("train", "--resume", "runs/clicks")
+    assert [x["day"] for x in lines(tmp_path / "runs" / "clicks") if "day" in x] == ["2026-11-24"]
+    assert [(tmp_path / path).is_dir() for path in (served[0][1], served[0][3])] == [True, True]
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class RunCheckpoints:
         writer: writes in the background.
         timer: says when a checkpoint is due.
         saved: step of the last checkpoint, or -1.
+        run: id of the run, which its checkpoints have.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -77,9 +78,9 @@ class RunCheckpoints:
         self.directory, found, self._own = world.from_first(hold)
         self.resumed = Checkpoint.open(found, world=world) if found else None
         new_id = world.from_first(lambda: secrets.token_hex(16))
-        self._run = self.resumed.run if self.resumed else new_id
+        self.run = self.resumed.run if self.resumed else new_id
         self.timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
-        self.writer = CheckpointWriter(self.directory, self._run, world, keep, Index())
+        self.writer = CheckpointWriter(self.directory, self.run, world, keep, Index())
 
     def begin(self) -> None:
         """Get ready to write: remove what a killed process left half written, and name the job of
@@ -200,7 +201,7 @@ class RunCheckpoints:
 
         # The best checkpoint may be lost.
         progress = state.progress
-        index = self._world.from_first(lambda: _go_back(path, state, self._run))
+        index = self._world.from_first(lambda: _go_back(path, state, self.run))
         self.writer.index, best = index, index.best
         if best is None:
             progress.best_step, progress.best = -1, -math.inf
@@ -232,7 +233,7 @@ class RunCheckpoints:
         path = self.directory / CHECKPOINTS / (entry.name if entry else f"step_{step}")
         try:
             best = Checkpoint.open(path, world=self._world)
-            if (best.run, best.state.steps) != (self._run, step):
+            if (best.run, best.state.steps) != (self.run, step):
                 raise ValueError(f"{path} is not the checkpoint of step {step:,} of this run")
         except (ValueError, OSError) as error:
             if self._world.first:
