@@ -38,15 +38,12 @@ def spread(value: float, deviation: float | None, form: str = ".4f") -> str:
 
 def busy(result: Result) -> Rows:
     """Training on an idle machine and next to other programs, with and without bounded spinning."""
-    threads = {"ours": "bounded spin", "default": "PyTorch's default", "passive": "no spin"}
-    threads["one thread"] = "one thread"
-    states = {"idle": "idle", "busy": "busy", "busy_counting": "busy"}
-    states["busy_training"] = "next to training"
+    threads = {"ours": "bounded spin", "default": "PyTorch's default"}
+    states = {"idle": "idle", "busy_counting": "busy", "busy_training": "next to training"}
     return [
-        {"machine": shown, "threads": threads[way], **result[state][way]}
+        {"machine": shown, "threads": name, **result[state][way]}
         for state, shown in states.items()
-        for way in threads
-        if way in result.get(state, {})
+        for way, name in threads.items()
     ]
 
 

@@ -37,7 +37,6 @@ def test_pages_are_timed_beside_copies(tmp_path):
     assert run.main(["pages", "--small", "--output", str(output)]) == 0
     record = json.loads(output.read_text())
     assert all(row["gather"] > 0 for row in record["host"])
-    assert record["steps"]["host"]["captured"] > 0
 
 
 @pytest.mark.gpu

@@ -2,13 +2,11 @@
 
     python scripts/benchmarks/run.py busy --output benchmarks/busy_cpu.json
 
-Compared are the programs as they start (see ``dlrm/utils/startup.py``) and PyTorch's default; with
-``--ways``, also threads that never spin (``OMP_WAIT_POLICY=passive``) and one thread. A busy
-machine runs one more process per core, which counts, or multiplies matrices in threads that spin,
-as another training run does. Runs alternate. Idle, the fastest of the runs counts, since whatever
-disturbs a run only adds to it; busy, the median, since luck goes either way. At the end, a first
-run, which makes the demo data, is timed on an idle machine and with one busy core. It takes nine
-minutes on two idle cores; ``taskset -c`` chooses them.
+Compared are the programs as they start (see ``dlrm/utils/startup.py``) and PyTorch's default. A
+busy machine runs one more process per core, which counts, or multiplies matrices in threads that
+spin, as another training run does. Runs alternate. Idle, the fastest of the runs counts, since
+whatever disturbs a run only adds to it; busy, the median, since luck goes either way. It takes
+eight minutes on two idle cores; ``taskset -c`` chooses them.
 """
 
 from __future__ import annotations
@@ -30,12 +28,10 @@ from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
 
-SMALL = "--steps 1 --repeats 1 --ways ours --neighbours"
+SMALL = "--steps 1 --repeats 1 --neighbours"
 WAYS: dict[str, dict[str, str]] = {
     "ours": {},
     "default": {"OMP_DISPLAY_ENV": "false"},  # any variable of OpenMP: nothing is changed
-    "passive": {"OMP_WAIT_POLICY": "passive"},
-    "one thread": {"OMP_NUM_THREADS": "1"},
 }
 KINDS = ("training", "whole")  # of times
 BUSY_REPEATS = 3
@@ -55,7 +51,6 @@ def arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--steps", type=count_arg, default=80, help="training steps of a run")
     add("--repeats", type=count_arg, default=7, help="runs of each way, idle")
-    add("--ways", nargs="+", choices=WAYS, default=["ours", "default"])
     add("--neighbours", nargs="*", choices=NEIGHBOURS, default=list(NEIGHBOURS))
 
 
@@ -66,38 +61,29 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     record.note(unit="s", steps=options.steps)
 
     def note(state: str, repeats: int, of: Callable[[Sequence[float]], float]) -> None:
-        times = seconds_of(repeats, options.steps, options.ways, of)
-        record.note(**{state: times})
-        if {"ours", "default"} <= times.keys():
-            ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in KINDS}
-            record.note(**{f"{state}_times_faster_than_default": ratios})
-            print(state, "times faster than the default:", ratios, flush=True)
+        times = seconds_of(repeats, options.steps, of)
+        ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in KINDS}
+        record.note(**{state: times, f"{state}_times_faster_than_default": ratios})
+        print(state, "times faster than the default:", ratios, flush=True)
 
     note("idle", options.repeats, min)
     for name in options.neighbours:
         with busy(cpu_count(), NEIGHBOURS[name]):
             note(f"busy_{name}", BUSY_REPEATS, statistics.median)
 
-    if options.neighbours:
-        alone = first_run()
-        with busy(1):
-            record.note(first_run={"idle": alone, "one_busy_core": first_run()})
-        print("a first run:", record["first_run"], flush=True)
-
 
 def seconds_of(
-    repeats: int, steps: int, ways: Sequence[str], of: Callable[[Sequence[float]], float]
+    repeats: int, steps: int, of: Callable[[Sequence[float]], float]
 ) -> dict[str, dict[str, float]]:
     """Seconds of alternating runs of each way.
 
     Args:
         repeats: runs of each way.
         steps: training steps of a run.
-        ways: some of ``WAYS``.
         of: what is taken of the repeats.
     """
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for _, way in product(range(repeats), ways):
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _, way in product(range(repeats), WAYS):
         with tempfile.TemporaryDirectory() as directory:
             training, whole = run(way, steps, Path(directory))
         seconds[way].append((training, whole))
@@ -120,15 +106,6 @@ def run(way: str, steps: int, directory: Path) -> tuple[float, float]:
     whole = time.perf_counter() - start
     result = json.loads((directory / way / "result.json").read_text())
     return result["metrics"]["speed/train_seconds"], whole
-
-
-def first_run() -> float:
-    """Seconds of a first run with the default options, in an empty directory."""
-    command = [sys.executable, str(harness.ROOT / "train.py"), "--emb", "tt", "--device", "cpu"]
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory:
-        subprocess.run(command, cwd=directory, env=_clean(), check=True, capture_output=True)
-    return round(time.perf_counter() - start, 2)
 
 
 @contextmanager

@@ -1,53 +1,44 @@
-"""Time rows in pages: host memory through the link, peers' memory, and whole paged tables.
+"""Time rows in pages: host memory through the link, and peers' memory.
 
     python scripts/benchmarks/run.py pages --output benchmarks/pages_h100.json
 
 On one GPU: look-ups in pinned host memory by a kernel that follows page addresses, compared with
 ``index_select`` and a copy through pinned tensors, and with plain copies, the limit of the link.
-With two GPUs also: look-ups across both by address, by the portable path, and of a local table. On
-either: look-up, backward and update of all 26 Kaggle tables, dense and paged. A result that differs
-from plain indexing or from the dense tables is an error.
+With two GPUs also: look-ups across both by address, by the portable path, and of a local table. A
+result that differs from plain indexing is an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings import Embedding, build
 from dlrm.kernels.lookup.paged import Pages, pages_of
 from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
-from dlrm.optim import RowOptimizer
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
-from scripts.benchmarks.batches import draw_ids
 
 NEEDS_GPU = True
-SMALL = "--table-rows 131072 --batch 300 --max-rows 1000"
+SMALL = "--table-rows 131072"
 ROWS, DIM = 131_072, 128  # of a transfer, fp32
 BYTES = ROWS * DIM * 4
 INPUTS = 4  # different ids in rotation
 PAGE = 65_536
-TOLERANCE = 1e-5  # relative RMS of what a step moves
 
 
 def arguments(parser: Parser) -> None:
     """Add the options."""
     add = parser.add_argument
     add("--table-rows", type=count_arg, nargs="+", default=[ROWS, 2**20, 2**23])
-    add("--batch", type=count_arg, default=16_384, help="samples of a step")
-    add("--max-rows", type=count_arg, help="cap the rows of a Kaggle table (small GPUs)")
 
 
 def measure(options: argparse.Namespace, record: harness.Record) -> None:
-    """Measure transfers, then steps.
+    """Measure transfers.
 
     Raises:
         ValueError: a table has fewer rows than are moved, or there is no GPU at all.
@@ -58,23 +49,14 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
         raise ValueError("pages need a CUDA GPU, with --small too")
     torch.manual_seed(0)
     buffer = torch.empty(ROWS, DIM, device="cuda")
-    record.note(unit="GB/s, ms", rows=ROWS, dim=DIM, link=link(buffer))
+    record.note(unit="GB/s", rows=ROWS, dim=DIM, link=link(buffer))
 
     for size in options.table_rows:
         for order in ("random", "ascending"):
             record.add(host_lookups(size, order), to="host")
 
-    placements: dict[str, dict[str, Any]] = {
-        "one GPU": {"devices": ["cuda:0"]},
-        "GPU and host 1:1": {"devices": ["cuda:0", "host"]},
-        "host": {"devices": ["host"]},
-    }
     if torch.cuda.device_count() > 1:
         record.note(peers=peer_lookups())
-        placements["two GPUs"] = {"devices": ["cuda:0", "cuda:1"]}
-        placements["a replica on each"] = {"devices": ["cuda:0+cuda:1"]}
-    found = steps(placements, options.batch, options.max_rows)
-    record.note(steps={"batch": options.batch, **found})
 
 
 def rate(milliseconds: float) -> float:
@@ -174,56 +156,3 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
         "half_on_peer_portable": wall_rate(lambda i: lookup(both, ids[i % INPUTS], impl="torch")),
         "half_on_peer_by_wall_clock": wall_rate(lambda i: lookup(both, ids[i % INPUTS])),
     }
-
-
-class Step:
-    """Look-up, backward and SGD of all tables, for one kind and placement."""
-
-    def __init__(self, tables: Sequence[Tensor], kind: str, options: dict[str, Any]) -> None:
-        with torch.device("cuda"):
-            self.group: Embedding = build(
-                kind, [len(t) for t in tables], tables[0].shape[1], check_ids=False, **options
-            )
-        self.group.load_dense(tables)
-        self.optimizer = RowOptimizer(self.group.parameters(), "sgd", lr=0.01)
-
-    def __call__(self, ids: Tensor, grad: Tensor) -> None:
-        """One step."""
-        self.group(ids).backward(grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> dict[str, Any]:
-    """Milliseconds of a step of the Kaggle tables, dense and paged in several ways."""
-    rows = [min(rows, cap or rows) for rows in KAGGLE_CARDINALITIES]
-    tables = [torch.randn(size, 16, device="cuda") for size in rows]
-    ids = torch.stack([draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
-
-    grads = torch.randn(INPUTS, batch, len(rows), 16, device="cuda")
-    probe = ids[0]
-    before = torch.stack([table[probe[i]] for i, table in enumerate(tables)], 1)
-
-    expected, results = torch.empty(0), {}
-    for name, given in {"dense": {}, **options}.items():
-        step = Step(tables, "paged" if given else "dense", given)
-        step(ids[0], grads[0])
-        moved = step.group(probe).detach() - before
-        if name == "dense":
-            expected = moved
-
-        error = harness.relative_error(moved, expected)
-        harness.require(error < TOLERANCE, f"{name} differs from dense tables by {error:.1e}")
-
-        def run(index: int, step: Step = step) -> None:
-            step(ids[index % INPUTS], grads[index % INPUTS])
-
-        result = {"eager": harness.gpu_milliseconds(run, steps=20), "error": error}
-        if "cuda:1" not in str(given):  # a graph is of one GPU
-            works = [lambda i=i, run=run: run(i) for i in range(INPUTS)]
-            result["captured"] = harness.captured_milliseconds(works)
-        results[name] = harness.rounded(result) | given
-        print(name, results[name], flush=True)
-        del step, run
-        gc.collect()
-    return results
