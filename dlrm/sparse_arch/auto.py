@@ -5,10 +5,11 @@ the variance ``e``, as a part of that of labels. Of an id that occurs ``n`` time
 the fraction ``e / (e + 1 / n)``, and uses it ``n`` times. So a row of its own explains
 ``n e^2 / (e + 1 / n)`` of the variance of all labels.
 
-A row of ``d`` weights keeps all of that except a part that falls as ``1 / d``; fewer bits keep a
-little less. Every byte has the same price. Each table gets the number of rows, the length and the
-bits with the highest utility minus price, and the price is chosen so that all tables together use
-up the budget: no byte would be worth more in another table.
+A row of ``d`` weights keeps all of that except a part that falls as ``1 / d``: one weight says how
+positive an id is, which its rate among the numbers of a row says too, and more weights say with
+which others. Fewer bits keep a little less. Every byte has the same price. Each table gets the
+number of rows, the length and the bits with the highest utility minus price, and the price is
+chosen so that all tables together use up the budget: no byte would be worth more in another table.
 
 The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
 that keeps some of them is ``drop``. One with shorter rows is ``short``: zeros follow the weights,
@@ -35,7 +36,8 @@ from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE
 from dlrm.embeddings.short import scale_of
 from dlrm.kernels.update.packed import record_bytes
 
-FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
+FIRST = 0.4  # utility of rows with one weight, relative to rows of any length
+FITTED = 0.8  # the same of rows that a matrix widens, fitted to trained ones
 FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rounded rows
 EQUAL: Effects = (0.1,) * RANGES  # if nothing is known of what ids say
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
@@ -93,7 +95,8 @@ class RowFormat:
     @property
     def quality(self) -> float:
         """Utility of a row relative to a full one in fp32."""
-        length = (1 - (1 - FIRST) / self.dim) / (1 - (1 - FIRST) / self.embedding_dim)
+        missing = 1 - (FITTED if self.projected else FIRST)
+        length = (1 - missing / self.dim) / (1 - missing / self.embedding_dim)
         return FIDELITY[self.dtype] * length
 
 
@@ -315,12 +318,14 @@ def expected_loss(
         dtype: type of the tables that have no option ``dtype``.
     """
     lost = 0.0
-    for (_, options), rows, count, own in zip(plan, num_embeddings, counts, effects, strict=True):
+    described = zip(plan, num_embeddings, counts, effects, strict=True)
+    for (kind, options), rows, count, own in described:
         table = Table(rows, embedding_dim, count, own)
         chosen = RowFormat(
             dim=options.get("dim", embedding_dim),
             dtype=options.get("dtype", dtype),
             embedding_dim=embedding_dim,
+            projected=kind == "block",
         )
         kept = table.utility(chosen, options.get("keep", rows))
         full = table.utility(table.formats[-1], rows)

