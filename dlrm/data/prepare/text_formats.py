@@ -165,10 +165,9 @@ class CsvPart(TextPart):
         count = rows.num_rows + len(bad)
         positions = np.setdiff1d(np.arange(count), list(bad))
         valid = np.ones(len(positions), bool)
-        for name, index, wrong in _not_utf8(rows):
+        for index, wrong in _not_utf8(rows, positions):
             valid[index] = False
-            where = int(positions[index])
-            bad.setdefault(where, _not_utf8_error(name, where, wrong))
+            bad.setdefault(wrong.rows[0], wrong)
         schema = pa.schema([(name, pa.string()) for name in rows.schema.names])
         texts = rows.filter(pa.array(valid)).cast(schema).select(list(types))
         positions = positions[valid]
@@ -326,8 +325,8 @@ def _lines(data: bytes) -> list[bytes]:
     return [line.rstrip(b"\r\n") + b"\n" for line in data.split(b"\n") if line.strip()]
 
 
-def _not_utf8(rows: pa.RecordBatch) -> Iterator[tuple[str, int, UnicodeDecodeError]]:
-    """Column, row and error of the values that are not UTF-8."""
+def _not_utf8(rows: pa.RecordBatch, positions: NDArray[np.int64]) -> Iterator[tuple[int, BadValue]]:
+    """Row and error of the values that are not UTF-8, of rows at some positions of a part."""
     for name in rows.schema.names:
         try:
             rows[name].cast(pa.string())
@@ -336,17 +335,9 @@ def _not_utf8(rows: pa.RecordBatch) -> Iterator[tuple[str, int, UnicodeDecodeErr
                 try:
                     value.decode()
                 except UnicodeDecodeError as error:
-                    yield name, index, error
-
-
-def _not_utf8_error(name: str, row: int, error: UnicodeDecodeError) -> BadValue:
-    byte = error.object[error.start]
-    return BadValue(
-        name,
-        [row],
-        f"byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the file, for example with "
-        "iconv",
-    )
+                    what = f"byte {error.start + 1} ({value[error.start]:#04x}) is not UTF-8"
+                    problem = f"{what}; convert the file, for example with iconv"
+                    yield index, BadValue(name, [positions[index]], problem)
 
 
 def _first_bad_line(
