@@ -18,7 +18,10 @@ from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels import require_integers
-from dlrm.kernels.dynamic.index import (
+from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
+from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
+from dlrm.kernels.dynamic.scores import RULES, Eviction
+from dlrm.kernels.dynamic.slot_index import (
     EMPTY,
     LANES,
     NAMES,
@@ -26,11 +29,7 @@ from dlrm.kernels.dynamic.index import (
     SlotIndex,
     begin_step,
     buckets_for,
-    find_rows,
-    place,
 )
-from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
-from dlrm.kernels.dynamic.scores import RULES, Eviction
 from dlrm.kernels.lookup.tables import rows_of_torch
 from dlrm.kernels.update.packed import write_rows
 from dlrm.utils.bags import Bags
@@ -127,6 +126,7 @@ class Dynamic(CountsIds, SharedRows):
         for name in _STATE:
             self.register_buffer(f"_{name}", getattr(index, name))
         self.register_buffer("_seed", torch.randint(2**62, ()))
+        self._given_scores: Tensor | None = None  # of the shape of the ids, by set_clock
         for name in _SIZES:
             self.register_buffer(f"_{name}", getattr(index, name), persistent=False)
         self.register_buffer("_num_shared", torch.tensor(self.num_shared), persistent=False)
@@ -156,19 +156,32 @@ class Dynamic(CountsIds, SharedRows):
                 nn.init.uniform_(part, -self.bounds[table], self.bounds[table])
 
     def _clear(self) -> None:
-        index = self.index
+        index, self._given_scores = self.index, None
         index.ids.fill_(EMPTY)
         for tensor in (index.scores, index.sketch, index.counts, index.time[:2]):
             tensor.zero_()
 
-    def set_clock(self, value: int) -> None:
+    def set_clock(self, value: int | Tensor) -> None:
         """Set the clock by which ids are evicted, and stop it: it no longer follows the steps.
 
         Under ``lru`` and ``age``, give the time, in any unit, before each step; ages are then in
         that unit. Under ``score``, give the score of the ids of the coming step, from 0 to
         2^23 - 1. It may be called between the steps of a captured graph.
+
+        Under ``score`` it may be a tensor of integers, one for each look-up: the highest one of an
+        id counts. It is read in every step until the next call, in captured ones too.
+
+        Raises:
+            ValueError: a tensor, and ids are not evicted by score.
         """
-        self._time[1:] = torch.tensor([value, 0])
+        each = isinstance(value, Tensor)
+        if each and self._rules[0].rule != "score":
+            raise ValueError(
+                f"each look-up has a score, but ids are evicted by {self._rules[0].rule}: set "
+                "--dynamic.evict score, or give one number"
+            )
+        self._given_scores = value if isinstance(value, Tensor) else None
+        self._time[1:] = torch.tensor([0 if each else value, 0])
 
     # Looking up -------------------------------------------------------------------------------
 
@@ -209,7 +222,17 @@ class Dynamic(CountsIds, SharedRows):
     @torch.no_grad()
     def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
         """Place ids in the step that has begun; returns the row of each in its table."""
+        scores = self._given_scores
+        if scores is not None and scores.shape != ids.shape:
+            raise ValueError(
+                f"the scores have shape {tuple(scores.shape)} and the ids {tuple(ids.shape)}: give "
+                "set_clock one score for each look-up of the step, in one process"
+            )
         placed = place(self.index, self._num_shared, tables, ids, end=end)
+        if scores is not None:
+            raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
+
+        # An id that comes back starts from the row that it started from before.
         reset_rows(
             self.weight,
             row_states(self.weight) or [],

@@ -33,7 +33,7 @@ from dlrm.export.directory import (
 from dlrm.export.inference import InferenceModel
 from dlrm.export.lookups import DynamicLookup
 from dlrm.export.programs import save_weights
-from dlrm.kernels.dynamic.index import EMPTY, LANES
+from dlrm.kernels.dynamic.slot_index import EMPTY, LANES
 from dlrm.utils.atomic import atomic_directory, atomic_write
 
 FORMAT, VERSION = "dlrm export delta", 1

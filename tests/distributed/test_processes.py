@@ -126,6 +126,29 @@ def test_a_run_of_several_processes(run, torchrun, data, tmp_path):
 
 
 @pytest.mark.slow
+def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
+    """Ids come and leave as in one process; a run of two is resumed by one and by three."""
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--emb", "dynamic"]
+    common += ["--dynamic.rows", "64", "--dynamic.admit", "2", "--dynamic.half_life", "5"]
+    run("train", *common, "--name", "one", "--max_steps", "30")
+    done = torchrun(2, "train", *common, "--name", "two", "--max_steps", "15")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(tmp_path / "two", tmp_path / "again", symlinks=True)
+    run("train", "--resume", tmp_path / "again", "--max_steps", "30")
+    done = torchrun(3, "train", "--resume", tmp_path / "two", "--max_steps", "30")
+    assert done.returncode == 0, done.stderr
+
+    expected = result(tmp_path / "one")
+    assert expected["ids/evicted"] > 100
+    for name in ("two", "again"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+        found = result(tmp_path / name)
+        assert {n: v for n, v in found.items() if n.startswith("ids/")} == {
+            n: v for n, v in expected.items() if n.startswith("ids/")
+        }
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     """Of the shape of a state with one number a row, which Adam has too."""
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]

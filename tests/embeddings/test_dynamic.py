@@ -9,7 +9,7 @@ from dlrm.data.schema import HASHED
 from dlrm.embeddings import build
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.dynamic import Dynamic
-from dlrm.kernels.dynamic.index import EMPTY, LANES
+from dlrm.kernels.dynamic.slot_index import EMPTY, LANES
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.optim import RowOptimizer
 from dlrm.utils.bags import Bags
@@ -131,6 +131,30 @@ def test_a_user_gives_the_score():
     group(torch.arange(200, 216)[None])  # in place of those of score 7, as 5 left before
     held = set(group.index.ids.tolist())
     assert held == {*range(16, 32), *range(200, 216)}
+
+
+def test_a_user_gives_the_score_of_each_look_up():
+    group = Dynamic([HASHED, HASHED], 4, rows=1, evict="score")
+    ids = torch.cat([torch.arange(LANES), torch.arange(4)])
+    scores = torch.cat([torch.arange(LANES) + 100, torch.tensor([500, 0, -1, 2**40])])
+    group.set_clock(torch.stack([scores, scores.flip(0)]))
+    group(torch.stack([ids, ids.flip(0)]))
+    group.set_clock(torch.full((2, 3), 7))
+    group(torch.arange(200, 203).expand(2, 3))  # those of the lowest scores leave: 101, 102, 104
+    group.set_clock(9)
+    group(torch.arange(300, 302).expand(2, 2))  # and those of 7, but for one
+    held = group.index.ids.view(2, LANES).tolist()
+    kept = set(range(LANES)) - {1, 2, 4}
+    for own in held:
+        assert kept < set(own)
+        assert len({200, 201, 202} & set(own)) == 1
+        assert {300, 301} < set(own)
+
+    group.set_clock(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"scores have shape \(2, 3\) and the ids \(2, 5\)"):
+        group(torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"evicted by lfu: set --dynamic\.evict score"):
+        Dynamic([HASHED], 4, rows=1).set_clock(torch.ones(1, 3))
 
 
 def test_two_runs_are_equal_and_a_restored_one_continues():

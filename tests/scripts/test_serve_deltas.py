@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dlrm
-from dlrm.kernels.dynamic.index import EMPTY
+from dlrm.kernels.dynamic.slot_index import EMPTY
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -43,7 +43,7 @@ class Lookups(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Memory of one step, int32 but for ``new_ids``."""
+    """Memory of one step: int32, and ``new_ids`` int64."""
 
     missing: Tensor
     """List of the look-ups whose ids have no slot, ``[n]``."""
@@ -169,6 +169,7 @@ def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
             tl.atomic_add(one, 1, mask=wanted, sem="relaxed")
             tl.atomic_add(other, 1, mask=wanted, sem="relaxed")
 
+        # The first look-up that gets the cell of its id, or the next free one, stands for it.
         claimant, pending = k, wanted
         at = ((mix_triton(id + table * GOLDEN) >> 16) & (work.cells - 1)).to(tl.int32)
         none = tl.full([BLOCK], -1, tl.int32)
@@ -180,6 +181,7 @@ def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
             won = free & (old < 0)
             holder = tl.where(free, old, holder)
             pending &= ~won
+
             its_id, its_table = _load(lookups, holder, pending)
             same = pending & (its_id == id) & (its_table == table)
             claimant = tl.where(same, holder, claimant)

@@ -10,7 +10,8 @@ from torch import Tensor
 from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.dynamic._index import Lookups
 from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
-from dlrm.kernels.dynamic.index import PROGRAMS, Placed, lookups_of
+from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
+from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows, row_of, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, storage, store_packed, write_rows
 

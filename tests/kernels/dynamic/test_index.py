@@ -5,7 +5,10 @@ import random
 import pytest
 import torch
 
-from dlrm.kernels.dynamic.index import (
+from dlrm.kernels.dynamic.index import find_rows, place
+from dlrm.kernels.dynamic.reference import buckets_of, find_torch, place_torch
+from dlrm.kernels.dynamic.scores import Eviction
+from dlrm.kernels.dynamic.slot_index import (
     EMPTY,
     LANES,
     NAMES,
@@ -13,13 +16,7 @@ from dlrm.kernels.dynamic.index import (
     Admission,
     SlotIndex,
     begin_step,
-    buckets_of,
-    find_rows,
-    find_torch,
-    place,
-    place_torch,
 )
-from dlrm.kernels.dynamic.scores import Eviction
 
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63), EMPTY, 2**32, -(2**32)]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dlrm.kernels.dynamic.index import Placed
 from dlrm.kernels.dynamic.new_rows import first_values, reset_rows
+from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows
 from dlrm.kernels.update.packed import PackedParameter, PackedRows, read_rows
 
