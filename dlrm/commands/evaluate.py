@@ -26,6 +26,8 @@ def arguments() -> Parser:
     add_run(parser)
     parser.add_argument("data", metavar="DATA", help="prepared directory with meta.json")
     parser.add_argument("--split", default="test", help="split to evaluate on")
+
+    # What is measured besides the metrics.
     grouped = "column of the data, such as a user: also measure AUC within each of its values, the "
     grouped += "mean (GAUC) and the worst and best groups (default: none)"
     parser.add_argument("--group", metavar="COLUMN", help=grouped)
@@ -37,6 +39,8 @@ def arguments() -> Parser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows and permutations")
     bars = "with --importance, also draw it: PNG, SVG or PDF (default: no)"
     parser.add_argument("--plot", type=figure_arg, metavar="FILE", help=bars)
+
+    # How.
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument(
         "--batch-size",
@@ -62,6 +66,8 @@ def evaluate(options: Namespace) -> None:
         allow_outside=options.allow_outside,
         last=options.last,
     )
+
+    # All rows, then the columns on some of them.
     split, meta = options.split, trained.loader.meta
     groups = read_groups(options.data, meta, [split], options.group).get(split)
     values = finite(trained.evaluate(groups=groups))

@@ -242,6 +242,8 @@ def add_shared(parser: Parser) -> None:
     add = parser.add_argument
     add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
     add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
+
+    # Bad rows, and data that is there already.
     add(
         "--bad-rows",
         choices=("stop", "skip", "skip-all"),

@@ -45,6 +45,8 @@ def arguments() -> Parser:
     add("rows", type=path_arg, help="raw rows of Criteo in the order of time, plain or gzip")
     add("--days", type=count_arg, default=7, help="number of parts")
     add("--ways", nargs="+", choices=WAYS, default=WAYS, help="models to compare")
+
+    # The models.
     add("--seeds", type=count_arg, default=3, help="runs of each model")
     add("--min-count", type=count_arg, default=2, help="occurrences in a day of values with an id")
     add(

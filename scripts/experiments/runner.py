@@ -113,6 +113,7 @@ class Runner:
             else:
                 tasks.append((self.directory / name, arguments))
 
+        # Each worker takes the next run when it has finished one.
         with _thread_limit(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
@@ -144,6 +145,7 @@ class Runner:
             print(messages.getvalue(), end="", file=sys.stderr)
             raise
 
+        # Options that change results must be those of the finished run.
         result = read_result(self.directory / name)
         options, old = (without(each, HOUSEKEEPING) for each in (resolved, result["options"]))
         changed = [o for o in options.keys() & old.keys() if options[o] != old[o]]

@@ -260,6 +260,7 @@ def _diagnose(line: bytes) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         return "invalid UTF-8", f"byte {error.start + 1} ({line[error.start]:#04x}) is not UTF-8"
 
+    # The fields, in their order.
     label, *values = line.split(b"\t")
     if label not in (b"0", b"1"):
         return "label not 0 or 1", f"label is {_shown(label)}, must be 0 or 1"

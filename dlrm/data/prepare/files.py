@@ -42,7 +42,7 @@ OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
     b"\xfd7zXZ": f"packed with xz{PACKED}",
     b"ARROW1": "a Feather file; write it with DataFrame.to_parquet",
 }
-"""What other files begin with, and what they are."""
+"""The first bytes of other files, and what these are."""
 VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 """Types that many functions of Arrow lack, such as Polars writes, and those that have them."""
 

@@ -232,6 +232,7 @@ class Transform:
             transform = plan.options.transform
             return CriteoRows(paths=paths, transform=transform, cap=plan.cap, scored=True)
 
+        # Columns that no feature is made of may be missing.
         files = self._open(paths)
         types = dict(read_types(plan, files, keep, skip_bad=skip_bad))
         if files[0].format == "json":  # a row need not name what it has no value for

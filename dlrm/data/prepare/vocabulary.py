@@ -169,6 +169,7 @@ class Vocabulary:
             most=most,
         )
 
+        # Each id has its old value, or one of the new ones, which come after all old ones.
         new = texts_of(values.take(pa.array(made.new))).cast(self.values.type)
         source = np.arange(len(made.counts))
         source[made.given] = len(self) + np.arange(len(made.new))

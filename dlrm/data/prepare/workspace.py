@@ -60,6 +60,7 @@ class Workspace:
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"{self.output} is not a directory; give another --output") from None
 
+        # From here on, no other process works here.
         self._lock = hold(
             self / LOCK_FILE,
             lambda: (
