@@ -16,8 +16,8 @@ sizes depend only on shapes, and the host never waits, so a CUDA graph can captu
 
 ``op`` checks the arguments and chooses the strategy, ``lookup`` runs it. ``layout`` depends on the
 tables only, ``indexing`` on the ids, and ``factors`` has the products of cores. ``_index``,
-``_pairs``, ``_rows``, ``_unique`` and ``_ordered`` are the Triton kernels; ``reference`` computes
-the same in PyTorch.
+``_pairs``, ``_rows`` and ``_unique`` are the Triton kernels; ``reference`` computes the same in
+PyTorch.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",

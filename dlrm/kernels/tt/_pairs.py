@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dlrm.kernels import tl, triton
+from dlrm.kernels.tt._rows import add_to
 from dlrm.kernels.tt.layout import padded
 from dlrm.kernels.update.rules import Hyper, rule_step, store_after_all_read
 
@@ -127,8 +128,8 @@ def big_gradient(
 ):  # fmt: skip
     """Gradient of a big slice, in tiles of ``N``: the sum of ``small' @ grad`` over its slots.
 
-    ``grad @ big'`` of each slot is added to ``d_small`` atomically, unless that is None. With a
-    rule, the gradient is not stored but updates ``big``, whose tile no other program reads.
+    ``grad @ big'`` of each slot is added to ``d_small`` atomically. With a rule, the gradient is
+    not stored but updates ``big``, whose tile no other program reads.
     """
     at = tl.program_id(0)
     begin, end = tl.load(segments + 2 * at), tl.load(segments + 2 * at + 1)
@@ -136,8 +137,7 @@ def big_gradient(
     c = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = (r < R)[:, None] & (c < N)[None, :]
     to = big_at(at.to(tl.int64), r[:, None], c[None, :], R, N, LEFT)
-    if d_small is not None:
-        y = tl.trans(tl.load(big + to, mask=inside, other=0.0))
+    y = tl.trans(tl.load(big + to, mask=inside, other=0.0))
 
     total = tl.zeros((padded(R, 16), BN), tl.float32)
     for first in range(0, (end - begin) * Q, BM):
@@ -151,11 +151,9 @@ def big_gradient(
         g = tl.load(grad + g_at, mask=row[:, None] & (c < N)[None, :], other=0.0)
 
         total = multiply(x, g, total, PRECISION)
-        if d_small is not None:
-            part = multiply(g, y, None, PRECISION)
-            part_at = small_at(member[:, None], j[:, None], r[None, :], Q, R, LEFT)
-            mask = row[:, None] & (r < R)[None, :]
-            tl.atomic_add(d_small + part_at, part, mask=mask, sem="relaxed")
+        part = multiply(g, y, None, PRECISION)
+        part_at = small_at(member[:, None], j[:, None], r[None, :], Q, R, LEFT)
+        add_to(d_small, part_at, part, row[:, None] & (r < R)[None, :])
 
     if RULE is None:
         tl.store(d_big + to, total, mask=inside)

@@ -34,6 +34,21 @@ class ResultOfLookups(NamedTuple):
     tables: int
 
 
+class Sums(NamedTuple):
+    """Numbers that programs add to atomically, in whatever order."""
+
+    data: Tensor  # fp32; or int64, whose sums do not depend on the order
+    scale: Tensor | None = None  # 0-d, what one is in int64
+
+
+@triton.jit
+def add_to(sums, at, value, mask):
+    """Add ``value`` to elements ``at``."""
+    if sums.scale is not None:
+        value = (value * tl.load(sums.scale)).to(tl.int64)
+    tl.atomic_add(sums.data + at, value, mask=mask, sem="relaxed")
+
+
 @triton.jit
 def result_row(result, results):
     """The row of a result."""
@@ -155,7 +170,7 @@ def factor_gradients(
         part = tl.sum(x * g[:, :, None], 1)
         dy += tl.where((c == k)[None, None, :], part[:, :, None], 0.0)
 
-    tl.atomic_add(d_left + x_at, dx, mask=x_mask, sem="relaxed")
+    add_to(d_left, x_at, dx, x_mask)
     y_at = (y_row * (R * C))[:, None, None] + (r * C)[None, :, None] + c[None, None, :]
     y_mask = live[:, None, None] & (r < R)[None, :, None] & (c < C)[None, None, :]
-    tl.atomic_add(d_right + y_at, dy, mask=y_mask, sem="relaxed")
+    add_to(d_right, y_at, dy, y_mask)

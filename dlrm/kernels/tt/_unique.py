@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlrm.kernels import tl, triton
 from dlrm.kernels.tt._pairs import multiply
-from dlrm.kernels.tt._rows import look_ups_of_program, result_row
+from dlrm.kernels.tt._rows import add_to, look_ups_of_program, result_row
 from dlrm.kernels.tt.layout import padded
 
 
@@ -94,11 +94,9 @@ def unique_gradients(
         mask = row[:, None] & (c < C)[None, :]
         g = tl.load(grad + to[:, None] * C + c[None, :], mask=mask, other=0.0)
         dy = multiply(tl.trans(x), g, dy, PRECISION)
-        tl.atomic_add(
-            d_left + start[:, None] + r[None, :], multiply(g, y, None, PRECISION),
-            mask=row[:, None] & (r < R)[None, :], sem="relaxed",
-        )  # fmt: skip
-    tl.atomic_add(d_right + y_at, dy, mask=inside & (begin < end), sem="relaxed")
+        x_mask = row[:, None] & (r < R)[None, :]
+        add_to(d_left, start[:, None] + r[None, :], multiply(g, y, None, PRECISION), x_mask)
+    add_to(d_right, y_at, dy, inside & (begin < end))
 
 
 @triton.jit
@@ -152,4 +150,4 @@ def sum_gradients(
     g = tl.load(grad + g_row[:, None] * DIM + column, mask=inside, other=0.0).to(tl.float32)
     if results.scale is not None:
         g *= tl.load(results.scale + at, mask=mask, other=0.0)[:, None]
-    tl.atomic_add(out + row[:, None] * DIM + column, g, mask=inside, sem="relaxed")
+    add_to(out, row[:, None] * DIM + column, g, inside)

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import triton
-from dlrm.kernels.tt import _ordered as ordered_kernels
 from dlrm.kernels.tt import _pairs as kernels
-from dlrm.kernels.tt._rows import FactorOfLookups
+from dlrm.kernels.tt._rows import FactorOfLookups, Sums
 from dlrm.kernels.tt.indexing import FactorIndex
 from dlrm.kernels.tt.layout import padded
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
-_TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient_parts": (64, 32)}
+_TILES = {"pair_products": (16, 64), "big_gradient": (64, 64)}
 _FEW = 64  # average rows of a slice below which a tall tile would be mostly padding
 _MANY = 800  # number of programs from which small ones are faster
 _PROGRAMS = 4096  # enough to keep a GPU busy
@@ -34,12 +33,31 @@ class ZerosOnce:
     def __init__(self, zeros: Tensor | None) -> None:
         self._zeros = zeros
 
-    def take(self, like: Tensor) -> Tensor:
-        """The zeros, fp32, of the shape of ``like``."""
+    def take(self, like: Tensor, limit: Tensor | None) -> Sums:
+        """The zeros, of the shape of ``like``.
+
+        Args:
+            like: a tensor of that shape.
+            limit: 0-d; no sum, whatever its order, will be above. With it sums are deterministic.
+        """
+        if limit is not None:
+            # A NaN or infinite limit makes all sums NaN. The bits left are for rounding to bf16.
+            scale = (61 - limit.double().log2().ceil()).clamp(max=126).exp2().float()
+            return Sums(torch.zeros_like(like, dtype=torch.int64), scale)
         zeros, self._zeros = self._zeros, None
         if zeros is None:
-            return torch.zeros_like(like, dtype=torch.float32)
-        return zeros.view_as(like)
+            return Sums(torch.zeros_like(like, dtype=torch.float32))
+        return Sums(zeros.view_as(like))
+
+
+def total(sums: Sums) -> Tensor:
+    """The sums in fp32."""
+    return sums.data if sums.scale is None else (sums.data / sums.scale.double()).float()
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude, 0-d fp64."""
+    return values.abs().amax().double()
 
 
 class Factor:
@@ -95,13 +113,20 @@ class Factor:
             small, big, self.data, cleared, index.segments, index.members, **tiles
         )
 
-    def zero_gradient(self) -> Tensor:
-        """fp32 zeros, to add the gradient of :attr:`data` to."""
+    def zero_gradient(self, limit: Tensor | None) -> Sums:
+        """Zeros, to add the gradient of :attr:`data` to; see :meth:`ZerosOnce.take`."""
         zeros = self._core_zeros if self.index.pairs is None else self._product_zeros
-        return zeros.take(self.data)
+        return zeros.take(self.data, limit)
+
+    def largest(self, cores: Sequence[Tensor]) -> Tensor:
+        """At least the largest magnitude of an element of a factor in use, 0-d."""
+        pairs = self.index.pairs
+        if pairs is None:
+            return largest(self.data)
+        return pairs.sizes["R"] * largest(cores[pairs.small]) * largest(cores[pairs.big])
 
     def backward(
-        self, grad: Tensor, cores: Sequence[Tensor], precision: str, *, ordered: bool
+        self, grad: Tensor, cores: Sequence[Tensor], precision: str, *, deterministic: bool
     ) -> dict[int, Tensor | None]:
         """Gradients of the cores in fp32, by their index; None for a big core that is updated here.
 
@@ -109,19 +134,17 @@ class Factor:
             grad: gradient of :attr:`data`.
             cores: all cores.
             precision: how matrices are multiplied.
-            ordered: sum in a fixed order; see :mod:`dlrm.kernels.tt.lookup`.
+            deterministic: sum deterministically.
         """
         index = self.index
         if index.pairs is None:
             return {self.core: grad}
         small, big = cores[index.pairs.small], cores[index.pairs.big]
-        if ordered:  # before the update, as it reads the big core
-            d_small, added = self._ordered_small_gradient(grad, small, big, precision), None
-        else:
-            d_small = added = self._core_zeros.take(small)
+        tiles = self._tiles("big_gradient", precision)
+        limit = index.n * tiles["N"] * largest(grad) * largest(big) if deterministic else None
+        d_small = self._core_zeros.take(small, limit)
 
         # The gradient of the big core, or its update in the same kernel.
-        tiles = self._tiles("big_gradient", precision)
         columns = triton.cdiv(tiles["N"], tiles["BN"])
         d_big, update = None, self._applicable(big, columns)
         if update is None:
@@ -132,11 +155,11 @@ class Factor:
             tiles["RULE"] = update.rule.kind
 
         kernels.big_gradient[(len(index.segments), columns)](
-            small, big, grad, d_big, added, index.segments, index.members, **tiles
+            small, big, grad, d_big, d_small, index.segments, index.members, **tiles
         )
         if update is not None:
             update.done(big)
-        return {index.pairs.small: d_small, index.pairs.big: d_big}
+        return {index.pairs.small: total(d_small), index.pairs.big: d_big}
 
     def _applicable(self, big: Tensor, columns: int) -> FusedUpdate | None:
         """The update of the big core, if the kernel can apply it in this many columns of tiles."""
@@ -147,37 +170,6 @@ class Factor:
         able = rule.name in _FUSED_RULES and rule.momentum == rule.weight_decay == 0
         # The mean over a slice needs a program that has all of it.
         return update if able and (columns == 1 or rule.name != "rowwise_adagrad") else None
-
-    def _ordered_small_gradient(
-        self, grad: Tensor, small: Tensor, big: Tensor, precision: str
-    ) -> Tensor:
-        """Gradient of the small core: the parts of all pairs, summed in their order."""
-        index, pairs = self.index, self.index.pairs
-        assert pairs is not None
-        length = small.shape[1]
-
-        tiles = self._tiles("small_gradient_parts", precision)
-        parts = grad.new_empty(index.num_slots, length)
-        ordered_kernels.small_gradient_parts[self._grid(tiles)](
-            big, grad, parts, index.segments, **tiles
-        )
-
-        d_small = torch.empty_like(small, dtype=torch.float32)
-        block = min(32, padded(length))
-        ordered_kernels.sum_small_gradient[(len(small), triton.cdiv(length, block))](
-            parts, index.flags, index.slots, pairs.first_pair, pairs.step, pairs.count, d_small,
-            LENGTH=length, TILE=256, BLOCK=block,
-        )  # fmt: skip
-        return d_small
-
-    def order(self) -> Tensor:
-        """The look-ups sorted by factor."""
-        of_lookup, pairs = self.index.of_lookup, self.index.pairs
-        assert of_lookup is not None
-        number = len(self.data) if pairs is None else pairs.pairs
-        if number < 1 << 16:  # half the passes of a radix sort; wrapped numbers remain different
-            of_lookup = of_lookup.to(torch.int16)
-        return of_lookup.sort(stable=True).indices
 
     def _tiles(self, kernel: str, precision: str) -> dict[str, Any]:
         """Compile-time constants of one of the GEMMs."""

@@ -19,7 +19,7 @@ from dlrm.kernels.tt._rows import ResultOfLookups
 from dlrm.kernels.tt.layout import FactorLayout, PairLayout, padded
 from dlrm.kernels.update.in_backward import FusedUpdates
 
-Strategy = Literal["direct", "unique", "ordered"]
+Strategy = Literal["direct", "unique"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class LookupRequest:
     skip: Tensor | None = None  # [n] bool
     offsets: Tensor | None = None  # [F * B + 1]
     mean: bool = False
+    deterministic: bool = False  # equal inputs give bitwise equal gradients
     updates: FusedUpdates | None = None  # updates of cores that the backward pass may apply
 
 

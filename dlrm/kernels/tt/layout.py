@@ -56,9 +56,6 @@ class PairLayout:
     sizes: dict[str, int]  # Q, R, N, and LEFT: whether the product is a left factor
     pair_start: Tensor  # [big slices + 1] first pair of a big slice
     small_start: Tensor  # [big slices] first small slice of the table
-    first_pair: Tensor  # [small slices] the first pair of a small slice,
-    step: Tensor  # the distance to the next one,
-    count: Tensor  # and their number
 
     @classmethod
     def build(cls, p: Tensor, small: int, big: int, sizes: dict[str, int]) -> PairLayout:
@@ -76,32 +73,19 @@ class PairLayout:
                 "most 2**31 - 1; choose more balanced factors p, or more cores"
             )
 
-        first_pair = ends - smalls * bigs  # of each table
-        of_big, big_slice = _slices(bigs)
-        of_small, small_slice = _slices(smalls)
-        pair_start = first_pair[of_big] + big_slice * smalls[of_big]
-
-        def int32(values: Tensor) -> Tensor:
-            return values.to(p.device, torch.int32)
-
+        # Of every big slice: its table, its number there, and its first pair.
+        table = torch.repeat_interleave(bigs)
+        number = torch.arange(len(table)) - (bigs.cumsum(0) - bigs)[table]
+        first_pair = (ends - smalls * bigs)[table] + number * smalls[table]
         return cls(
             small=small,
             big=big,
             pairs=pairs,
             pairs_per_slice=int(smalls.max()),
             sizes=sizes,
-            pair_start=int32(torch.cat([pair_start, ends[-1:]])),
-            small_start=int32((smalls.cumsum(0) - smalls)[of_big]),
-            first_pair=int32(first_pair[of_small] + small_slice),
-            step=int32(smalls[of_small]),
-            count=int32(bigs[of_small]),
+            pair_start=torch.cat([first_pair, ends[-1:]]).to(p.device, torch.int32),
+            small_start=(smalls.cumsum(0) - smalls)[table].to(p.device, torch.int32),
         )
-
-
-def _slices(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The table of every slice of a core, and its number there, from the slices of each table."""
-    table = torch.repeat_interleave(counts)
-    return table, torch.arange(len(table), device="cpu") - (counts.cumsum(0) - counts)[table]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""One look-up in tensor-train tables by Triton kernels, with one of three strategies.
+"""One look-up in tensor-train tables by Triton kernels, with one of two strategies.
 
 - *Direct*: each look-up multiplies its two factors, and adds its part of their gradients
   atomically.
 - *Unique*, for many look-ups: the unique ids are numbered first, those with the same right factor
   next to each other, and tiles of them are multiplied by this factor on the tensor cores. How often
   an id occurs matters only for the copies of its row and for the sum of its gradients.
-- *Ordered*: as direct, but gradients are summed in a fixed order, so they are deterministic.
+
+Gradients are added atomically, in an order that varies. Deterministic ones are added as integers,
+multiples of a power of two that is chosen such that no sum overflows: their order does not matter.
 
 See :mod:`dlrm.kernels.tt`.
 """
@@ -19,14 +21,13 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import triton
-from dlrm.kernels.tt import _ordered as ordered_kernels
 from dlrm.kernels.tt import _rows as row_kernels
 from dlrm.kernels.tt import _unique as unique_kernels
-from dlrm.kernels.tt.factors import Factor, ZerosOnce
+from dlrm.kernels.tt._rows import Sums
+from dlrm.kernels.tt.factors import Factor, ZerosOnce, largest, total
 from dlrm.kernels.tt.indexing import LookupIndex, LookupRequest
 from dlrm.kernels.tt.layout import padded
 
-_STEPS = 8  # look-ups of a chunk of the ordered backward pass
 _TILE = 2048  # numbers that a program of 4 warps holds
 _TILES_EACH = 4  # tiles of unique ids per program, on average
 _PARTS = 32  # programs per segment, at most
@@ -61,7 +62,7 @@ class Lookup:
         # Look-ups add to the gradients of the outer cores, which must be zeros then.
         zeros = {}
         last = len(cores) - 1
-        if trains and request.strategy != "ordered":
+        if trains and not request.deterministic:
             zeros = {"left": cores[0].numel(), "right": cores[last].numel()}
         self.index = LookupIndex(request, weights, zeros)
 
@@ -106,28 +107,45 @@ class Lookup:
 
         It is None for cores that are updated here.
         """
-        ordered = self.request.strategy == "ordered"
-        if self.request.strategy == "unique":
-            d_left, d_right = self._unique_gradients(grad)
-        elif ordered:
-            d_left = self._ordered_gradient(grad, self.left, self.right)
-            d_right = self._ordered_gradient(grad, self.right, self.left)
-        else:
-            d_left, d_right = self._direct_gradients(grad)
+        unique = self.request.strategy == "unique"
+        add_gradients = self._unique_gradients if unique else self._direct_gradients
+        d_left, d_right = map(total, add_gradients(grad, cores))
 
+        deterministic = self.request.deterministic
         grads: dict[int, Tensor | None] = {
-            **self.left.backward(d_left, cores, self.precision, ordered=ordered),
-            **self.right.backward(d_right, cores, self.precision, ordered=ordered),
+            **self.left.backward(d_left, cores, self.precision, deterministic=deterministic),
+            **self.right.backward(d_right, cores, self.precision, deterministic=deterministic),
         }
         return [grads[core] for core in range(len(cores))]
 
+    def _scaled_limit(self, grad: Tensor) -> Tensor | None:
+        """The limit of a sum of gradients ``[results, D]``, one for each look-up, with its scale;
+        None unless sums are deterministic.
+        """
+        if not self.request.deterministic:
+            return None
+        bag, scale, *_ = self.index.results
+        limit = self.n * largest(grad)
+        if bag is None or scale is None or self.request.mean:
+            return limit
+        return limit * largest(scale.masked_fill(bag < 0, 0.0))  # undefined after the last bag
+
+    def _zero_gradients(self, limit: Tensor | None, cores: Sequence[Tensor]) -> tuple[Sums, Sums]:
+        """Zeros for the gradients of the factors, given the limit of a sum of those of rows."""
+        if limit is None:
+            return self.left.zero_gradient(None), self.right.zero_gradient(None)
+        sizes = self.request.layout.sizes
+        return (
+            self.left.zero_gradient(limit * sizes["C"] * self.right.largest(cores)),
+            self.right.zero_gradient(limit * sizes["A"] * self.left.largest(cores)),
+        )
+
     # Strategy direct ----------------------------------------------------------------------------
 
-    def _direct_gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def _direct_gradients(self, grad: Tensor, cores: Sequence[Tensor]) -> tuple[Sums, Sums]:
         """Gradients of the left and right factors, to which each look-up adds its part."""
         sizes = self.request.layout.sizes
-        d_left = self.left.zero_gradient()
-        d_right = self.right.zero_gradient()
+        d_left, d_right = self._zero_gradients(self._scaled_limit(grad), cores)
         a, r, c = (padded(sizes[name], 2) for name in "ARC")
         block = max(1, min(4, _TILE // 2 // (max(a, c) * r)))
         row_kernels.factor_gradients[(triton.cdiv(self.n, block),)](
@@ -142,7 +160,8 @@ class Lookup:
         """The row of every unique id, ``[n, D]``, and zeros for its gradient."""
         shape = self.n, self.dim
         self.unique_rows = self.left.data.new_empty(shape, dtype=self.dtype)
-        zeros = self.left.data.new_empty(shape, dtype=torch.float32) if trains else None
+        clears = trains and not self.request.deterministic
+        zeros = self.left.data.new_empty(shape, dtype=torch.float32) if clears else None
         self._unique_zeros = ZerosOnce(zeros)
 
         grid, tile = self._unique_tiles()
@@ -151,17 +170,18 @@ class Lookup:
             self._unique_ids(), self.unique_rows, zeros, **tile, num_warps=warps
         )
 
-    def _unique_gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def _unique_gradients(self, grad: Tensor, cores: Sequence[Tensor]) -> tuple[Sums, Sums]:
         """Gradients of the left and right factors, after those of equal ids are summed."""
         block, rows = self._row_blocks()
-        d_rows = self._unique_zeros.take(self.unique_rows)
+        limit = self._scaled_limit(grad)
+        sums = self._unique_zeros.take(self.unique_rows, limit)
         unique_kernels.sum_gradients[(triton.cdiv(self.n, block),)](
-            grad, self.index.unique_of, self.index.results, d_rows, self.n, **rows
+            grad, self.index.unique_of, self.index.results, sums, self.n, **rows
         )
+        d_rows = total(sums)
 
         grid, tile = self._unique_tiles()
-        d_left = self.left.zero_gradient()
-        d_right = self.right.zero_gradient()
+        d_left, d_right = self._zero_gradients(limit, cores)
         # With one stage, fp32 takes 27 us instead of 36 with four cores, and 114 instead of 125
         # with three of dim 64 on an H100: loading ahead costs more room than it saves time.
         stages = 3 if self.left.data.dtype == torch.bfloat16 else 1
@@ -190,28 +210,3 @@ class Lookup:
         columns = padded(self.dim)
         block = max(1, _TILE // columns)
         return block, {"DIM": self.dim, "BLOCK": block, "BLOCK_D": columns}
-
-    # Strategy ordered ---------------------------------------------------------------------------
-
-    def _ordered_gradient(self, grad: Tensor, factor: Factor, other: Factor) -> Tensor:
-        """Gradient of the products or slices of one factor, summed in the order of look-ups."""
-        sizes, left = self.request.layout.sizes, factor is self.left
-        size = sizes["A" if left else "C"]
-        length = size * sizes["R"]
-        chunks, rows = triton.cdiv(self.n, _STEPS), len(factor.data)
-        order = factor.order()
-
-        # All slots that are read are written, but not all slices.
-        make = grad.new_zeros if factor.index.pairs is None else grad.new_empty
-        out = make(rows + chunks, length, dtype=torch.float32)
-        block = max(2, min(16, _TILE // 2 // (padded(size, 2) * padded(sizes["R"], 2))))
-        ordered_kernels.segment_gradients[(triton.cdiv(chunks, block),)](
-            factor.of_lookups, other.of_lookups, grad, self.index.results, order, out, rows, self.n,
-            **sizes, LEFT=left, STEPS=_STEPS, BLOCK=block,
-        )  # fmt: skip
-        width = min(128, padded(length))
-        ordered_kernels.add_partial_sums[(chunks, triton.cdiv(length, width))](
-            factor.of_lookups, order, out, rows, self.n,
-            LENGTH=length, STEPS=_STEPS, TILE=16, BLOCK=width,
-        )  # fmt: skip
-        return out[:rows]

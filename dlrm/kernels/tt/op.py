@@ -90,8 +90,8 @@ def tt_vectors(
             halves the buffers for products of two cores. By default bf16 under autocast to bf16,
             otherwise the setting of ``torch.set_float32_matmul_precision``. Rows have the type of
             the cores, whose gradients are summed in fp32.
-        deterministic: make the gradients of equal inputs bitwise equal, by sorting the look-ups; by
-            default the setting of ``torch.use_deterministic_algorithms``.
+        deterministic: make the gradients of equal inputs bitwise equal; by default the setting of
+            ``torch.use_deterministic_algorithms``.
 
     Returns:
         The rows, ``[..., D]`` with ``D = prod(q)``. Triton stores the rows of ``ids [F, B]`` as
@@ -126,7 +126,8 @@ def tt_vectors(
         num_results=ids.numel(),
         batch=batch,
         tables=num_tables,
-        strategy=_strategy(layout, ids.numel(), deterministic),
+        strategy=_strategy(layout, ids.numel()),
+        deterministic=_deterministic(deterministic),
         updates=updates,
     )
     out = _look_up(request, None, cores, precision)
@@ -184,7 +185,8 @@ def tt_bags(
         num_results=bags.count,
         batch=batch,
         tables=tables,
-        strategy=_strategy(layout, lookups, deterministic),
+        strategy=_strategy(layout, lookups),
+        deterministic=_deterministic(deterministic),
         updates=updates,
     )
     out = _look_up(request, bags.weights, cores, precision)
@@ -213,10 +215,12 @@ def _table_runs(tables: Tensor, ids: Tensor) -> tuple[Tensor, int]:
     return tables.expand(ids.shape).contiguous(), 1
 
 
-def _strategy(layout: FactorLayout, n: int, deterministic: bool | None) -> Strategy:
+def _deterministic(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
+def _strategy(layout: FactorLayout, n: int) -> Strategy:
     """The strategy for ``n`` look-ups; see :mod:`dlrm.kernels.tt.lookup`."""
-    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
-        return "ordered"
     if n >= _UNIQUE_FROM and layout.words <= _UNIQUE_UP_TO and len(layout.segments.right) <= n:
         return "unique"
     return "direct"
