@@ -15,7 +15,6 @@ from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
-from dlrm.kernels.lookup.projected import lookup_projected, project
 from dlrm.utils.bags import Bags
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
@@ -97,16 +96,8 @@ class Block(SharedRows):
         ).view(*ids.shape, self.embedding_dim)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if self.projection is None:
-            return super().lookup(ids, context)
-        return lookup_projected(
-            self.weight,
-            self.projection,
-            self._table_rows,
-            ids,
-            sparse=self.sparse,
-            sorter=context.sorter,
-        )
+        rows = super().lookup(ids, context)
+        return rows if self.projection is None else project(rows, self.projection)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
@@ -165,3 +156,9 @@ class Block(SharedRows):
 
         options = allocate(budget.num_embeddings, largest, size, budget.size, cls.kind())
         return [None if dim == embedding_dim else {"dim": dim} for dim in options]
+
+
+def project(rows: Tensor, projection: Tensor) -> Tensor:
+    """Project ``rows [B, F, E]`` to ``[B, F, D]``, each table by its own matrix ``[E, D]``."""
+    with torch.autocast(rows.device.type, enabled=False):  # it would cast rows and gradients too
+        return torch.bmm(rows.transpose(0, 1), projection).transpose(0, 1)

@@ -14,8 +14,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
-from dlrm.kernels.lookup.tables import lookup
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes
 from dlrm.utils.offsets import row_offsets
 
@@ -98,16 +97,11 @@ class QR(Embedding):
         return compose(q, r, self.operation)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        return lookup_quotient(
-            self.quotient,
-            self.remainder,
-            (self._quotients, self._remainders),
-            ids,
-            self.collisions,
-            operation=self.operation,
-            sparse=self.sparse,
-            sorter=context.sorter,
-        )
+        options: dict[str, Any] = {"sparse": self.sparse, "sorter": context.sorter}
+        quotients, remainders = TableRows(self._quotients), TableRows(self._remainders)
+        q = lookup_tables(self.quotient, quotients, ids // self.collisions, **options)
+        r = lookup_tables(self.remainder, remainders, ids % self.collisions, **options)
+        return compose(q, r, self.operation)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
@@ -188,6 +182,15 @@ class QR(Embedding):
         present = functional.pad(weight.new_ones(len(weight)), padding)
         cells = functional.pad(weight.T, padding)
         return cells.unflatten(1, (quotients, remainders)), present.view(quotients, remainders)
+
+
+def compose(q: Tensor, r: Tensor, operation: Operation) -> Tensor:
+    """The product, sum or concatenation of two sets of rows."""
+    if operation == "multiply":
+        return q * r
+    if operation == "add":
+        return q + 1 * r  # r gets a gradient of its own: gradients are scaled in place
+    return torch.cat([q, r], -1)
 
 
 def bytes_of_a_row(weight: Tensor) -> int:

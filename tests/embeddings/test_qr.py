@@ -7,7 +7,6 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import qr as qr_module
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.qr import QR
-from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
 from dlrm.optim import RowOptimizer
 
 every_operation = pytest.mark.parametrize("operation", ["multiply", "add", "concat"])
@@ -161,10 +160,9 @@ def test_the_budget_is_used_up_at_kaggle_size(operation, compression):
     assert 0.95 * budget <= total * 4 <= budget
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
 @every_operation
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_packed_rows_are_composed_as_what_they_stand_for(device, impl, operation, dtype):
+def test_packed_rows_are_composed_as_what_they_stand_for(device, operation, dtype):
     sizes = [40, 7, 131]
     options = {"collisions": 9, "operation": operation}
     group = QR(sizes, 10, dtype=dtype, **options).to(device)
@@ -177,9 +175,8 @@ def test_packed_rows_are_composed_as_what_they_stand_for(device, impl, operation
     ids = torch.stack([torch.randint(rows, (50,), device=device) for rows in sizes])
     outs, grads = [], []
     for own in (group, plain):
-        starts = own._quotients, own._remainders
         weights = own.quotient, own.remainder
-        outs.append(lookup_quotient(*weights, starts, ids, 9, operation=operation, impl=impl))
+        outs.append(own(ids))
         up = torch.linspace(-1, 1, outs[0].numel(), device=device).view_as(outs[0])
         grads.append(torch.autograd.grad(outs[-1], weights, up))
     torch.testing.assert_close(*outs)
@@ -211,3 +208,22 @@ def test_packed_rows_are_fitted_saved_and_trained(operation, device):
         optimizer.step()
         optimizer.zero_grad()
     assert (group(ids) - 1).square().mean() < 0.4 * before
+
+
+@every_operation
+def test_gradients_scaled_in_place_are_scaled_once(operation, device):
+    group = QR([40, 7], 10, collisions=4, operation=operation).to(device)
+    group(torch.tensor([[3, 3, 39], [6, 0, 3]], device=device)).square().sum().backward()
+    before = [weight.grad._values().clone() for weight in group.parameters()]
+    for weight in group.parameters():
+        weight.grad.mul_(0.5)
+    for weight, values in zip(group.parameters(), before, strict=True):
+        assert torch.equal(weight.grad._values(), 0.5 * values)
+
+
+def test_gradients_of_one_lookup_have_rows_of_their_own_length(device):
+    """PyTorch takes the stride of their values for it, and adds so much to a row of the table."""
+    group = QR([9], 33, collisions=3, operation="concat").to(device)
+    group(torch.tensor([[2]], device=device)).sum().backward()
+    assert group.quotient.grad._values().stride() == (17, 1)
+    assert group.remainder.grad._values().stride() == (16, 1)

@@ -7,8 +7,6 @@ from torch.nn import functional
 from dlrm.kernels.lookup import pool as bags
 from dlrm.kernels.lookup import tables as kernel
 from dlrm.kernels.lookup.pool import MODES, BagContext, lookup_bags
-from dlrm.kernels.lookup.projected import lookup_projected
-from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import make_rule
@@ -284,8 +282,6 @@ def test_what_kernels_read_in_order_must_lie_so(device):
     ids, (bags, offsets) = ids_of(3, device), bags_of(3, device)
     turned = weight.t().contiguous().t()
     second = torch.stack([starts, starts], dim=1)[:, 1]
-    matrices = torch.zeros(4, 4, 16, device=device)
-    both = (starts, starts)
     for name, call in (
         ("weight", lambda **use: lookup(turned, ids, **use)),
         ("weight", lambda **use: lookup_tables(turned, TableRows(starts), ids, **use)),
@@ -295,17 +291,6 @@ def test_what_kernels_read_in_order_must_lie_so(device):
             "last",
             lambda **use: lookup_bags(
                 weight, TableRows(starts, last=second), Bags(bags, offsets), **use
-            ),
-        ),
-        ("quotient", lambda **use: lookup_quotient(turned, weight, both, ids, 1, **use)),
-        (
-            "starts_r",
-            lambda **use: lookup_quotient(weight, weight, (starts, second), ids, 1, **use),
-        ),
-        (
-            "projection",
-            lambda **use: lookup_projected(
-                weight, matrices[..., :8], TableRows(starts), ids, **use
             ),
         ),
     ):
@@ -347,8 +332,6 @@ def test_indices_are_integers_beside_the_weights(impl):
     weight, starts = tables(4, "cpu")
     one_each = torch.zeros(4, 2, dtype=torch.int64)
     bags, offsets = bags_of(3, "cpu")
-    both = (starts, starts)
-    projection = torch.zeros(4, 4, 8)
     for bad, message in (
         (lambda ids: ids.float(), "must be integers, got torch.float32"),
         (lambda ids: ids.bool(), "must be integers, got torch.bool"),
@@ -362,10 +345,6 @@ def test_indices_are_integers_beside_the_weights(impl):
             ),
             lambda bad=bad: lookup_bags(
                 weight, TableRows(starts), Bags(bags, bad(offsets)), impl=impl
-            ),
-            lambda bad=bad: lookup_quotient(weight, weight, both, bad(one_each), 2, impl=impl),
-            lambda bad=bad: lookup_projected(
-                weight, projection, TableRows(starts), bad(one_each), impl=impl
             ),
         ):
             with pytest.raises(ValueError, match=message):
