@@ -14,7 +14,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes
 from dlrm.utils.offsets import row_offsets
 
@@ -63,10 +63,14 @@ class QR(Embedding):
         # Many ids share each remainder row, and it may be a factor: of int4 tables it has 8 bits.
         remainders = sum(self.remainders)
         self.remainder = self._new_rows(remainders, remainder_dim, wide=remainders)
+
+        shared = torch.full((self.num_tables,), collisions)
         self.register_buffer("_quotients", row_offsets(self.quotients), persistent=False)
         self.register_buffer("_remainders", row_offsets(self.remainders), persistent=False)
+        self.register_buffer("_collisions", shared, persistent=False)
         self._quotients: Tensor  # [F], the first quotient row of each table
         self._remainders: Tensor  # [F], the first remainder row of each table
+        self._collisions: Tensor  # [F]
         self.reset_parameters()
 
     @torch.no_grad()
@@ -92,16 +96,23 @@ class QR(Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         options: dict[str, Any] = {"sparse": self.sparse, "sorter": context.sorter}
-        q = lookup(self.quotient, ids // self.collisions + self._quotients[tables], **options)
-        r = lookup(self.remainder, ids % self.collisions + self._remainders[tables], **options)
+        q, r = (
+            lookup(weight, rows_of_torch(ids, tables, rows), **options)
+            for weight, rows in self._sides()
+        )
         return compose(q, r, self.operation)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         options: dict[str, Any] = {"sparse": self.sparse, "sorter": context.sorter}
-        quotients, remainders = TableRows(self._quotients), TableRows(self._remainders)
-        q = lookup_tables(self.quotient, quotients, ids // self.collisions, **options)
-        r = lookup_tables(self.remainder, remainders, ids % self.collisions, **options)
+        q, r = (lookup_tables(weight, rows, ids, **options) for weight, rows in self._sides())
         return compose(q, r, self.operation)
+
+    def _sides(self) -> Sequence[tuple[Tensor, TableRows]]:
+        """The two weights, each with the row of an id in it."""
+        return (
+            (self.quotient, TableRows(self._quotients, divisor=self._collisions)),
+            (self.remainder, TableRows(self._remainders, modulo=self._collisions)),
+        )
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

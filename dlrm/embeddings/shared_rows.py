@@ -94,7 +94,11 @@ class SharedRows(Embedding):
     @property
     def _table_rows(self) -> TableRows:
         return TableRows(
-            self._offsets, self._modulo, self._overflow_row, self._num_wide, self._narrow
+            self._offsets,
+            modulo=self._modulo,
+            last=self._overflow_row,
+            num_wide=self._num_wide,
+            narrow_starts=self._narrow,
         )
 
     @torch.no_grad()

@@ -34,6 +34,8 @@ class TableRows(NamedTuple):
 
     starts: Tensor
     """First row of each table."""
+    divisor: Tensor | None = None
+    """Ids of equal quotient share a row; None: they don't."""
     modulo: Tensor | None = None
     """Ids of equal remainder share a row; None: they don't."""
     last: Tensor | None = None
@@ -48,13 +50,15 @@ class TableRows(NamedTuple):
     ``[2, F]``; other ids add nothing and have no gradient. None: all rows are here."""
 
 
-NO_TABLES: TableRows = TableRows._make([None] * 6)
+NO_TABLES: TableRows = TableRows._make([None] * 7)
 """Ids are rows already."""
 
 
 @triton.jit
 def row_of(id, table, tables):
     """The row in the weight of ids of each ``table``; ``tables`` is a :class:`TableRows`."""
+    if tables.divisor is not None:
+        id //= tl.load(tables.divisor + table).to(id.dtype)
     if tables.modulo is not None:
         id %= tl.load(tables.modulo + table).to(id.dtype)
     if tables.last is not None:
@@ -282,6 +286,8 @@ def _rows(ids: Tensor, tables: TableRows) -> Tensor:
 
 def rows_of_torch(ids: Tensor, numbers: Tensor, tables: TableRows) -> Tensor:
     """:func:`row_of` in PyTorch: of ``ids [...]`` of tables whose ``numbers`` broadcast."""
+    if tables.divisor is not None:
+        ids = ids // tables.divisor[numbers]
     if tables.modulo is not None:
         ids = ids % tables.modulo[numbers]
     if tables.last is not None:

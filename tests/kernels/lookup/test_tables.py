@@ -79,13 +79,17 @@ def test_one_id_per_table(device, assert_matches, impl, dtype, batch, dim, index
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("share", ["modulo", "last"])
+@pytest.mark.parametrize("share", ["divisor", "modulo", "last"])
 def test_ids_that_share_rows(device, assert_matches, impl, index, share):
     weight, starts = tables(8, device)
     ids = 3 * ids_of(9 * SCALE, device)
     sizes = torch.tensor(SIZES, device=device)
-    local = ids % sizes[:, None] if share == "modulo" else ids.minimum(sizes[:, None] - 1)
-    number = {share: sizes if share == "modulo" else sizes - 1}
+    values, shared = {
+        "divisor": (torch.full_like(sizes, 3), torch.Tensor.floor_divide),
+        "modulo": (sizes, torch.remainder),
+        "last": (sizes - 1, torch.minimum),
+    }[share]
+    local, number = shared(ids, values[:, None]), {share: values}
     rows = (local + starts[:, None]).t()
     out, _ = assert_matches(
         lambda weight: lookup_tables(weight, TableRows(starts, **number), ids.to(index), impl=impl),
