@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings.block import Block
+from dlrm.embeddings.block import Block, project
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.dense import Dense
 
@@ -12,6 +12,15 @@ def test_rows_are_widened_by_the_matrix_of_their_table():
     assert [p.shape for p in group.parameters()] == [(29, 2), (2, 2, 6)]
     expected = group.weight[4:] @ group.projection[1]
     torch.testing.assert_close(group.rows(1, torch.arange(25)), expected)
+
+
+def test_one_product_for_all_tables_agrees_with_one_for_each(device):
+    rows = torch.randn(7, 3, 2, device=device, dtype=torch.float64).requires_grad_()
+    matrices = torch.randn(3, 2, 5, device=device, dtype=torch.float64).requires_grad_()
+    outs = [project(rows, matrices, together=way) for way in (False, True)]
+    torch.testing.assert_close(*outs)
+    up = torch.randn_like(outs[0])
+    torch.testing.assert_close(*(torch.autograd.grad(out, (rows, matrices), up) for out in outs))
 
 
 def test_tables_in_any_order_agree_with_table_by_table():

@@ -13,6 +13,7 @@ Bytes a look-up of one row must move: 2 rows, one read and one written, and its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,21 +77,41 @@ def row_of(id, table, tables):
     return row
 
 
+@triton.constexpr_function
+def _kind_of(kinds, part):
+    """The kind of one of several sources."""
+    return kinds[part]
+
+
 @triton.jit
 def _gather(
-    ids, tables, source, out, flat, n, batch,
-    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    KIND: tl.constexpr,
+    ids, tables, sources, outs, flats, n, batch,
+    F: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    KINDS: tl.constexpr,
 ):  # fmt: skip
-    """Fetch one row per table and sample, sample by sample; ``flat`` receives their numbers."""
+    """Fetch one row of each source per table and sample, sample by sample; ``flats`` receive their
+    numbers.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     sample, table = (k // F).to(tl.int64), (k % F).to(tl.int64)
     id = tl.load(ids + table * batch + sample, mask=inside, other=0)
-    row = row_of(id, table, tables)
+    for part in tl.static_range(len(outs)):
+        row = row_of(id, table, tables[part])
+        _fetch(
+            row, k, inside, n, sources[part], outs[part], flats[part], DIMS[part], BLOCK_D,
+            _kind_of(KINDS, part),
+        )  # fmt: skip
+
+
+@triton.jit
+def _fetch(
+    row, k, inside, n, source, out, flat,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Copy rows of one source to places ``k`` of ``out``."""
     if flat is not None:
         store_flat(flat, source, row, k, inside, n, KIND)
-
     column = tl.arange(0, BLOCK_D)[None, :]
     value = load_rows(source, row, k, inside, column, D, KIND)
     to = k.to(tl.int64)[:, None] * D + column
@@ -105,77 +126,92 @@ def tiling(n: int, dim: int, tile: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 def gather_rows(
-    source: RowSource, tables: TableRows, ids: Tensor, out: Tensor, flat: Tensor | None = None
+    sources: Sequence[tuple[RowSource, TableRows]],
+    ids: Tensor,
+    outs: Sequence[Tensor],
+    flats: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """Launch the look-up of one row per table and sample, outside of autograd.
+    """Launch the look-up of one row of each source per table and sample, outside of autograd.
 
     Args:
-        source: the rows.
-        tables: which of them ids have.
+        sources: the rows, and which of them ids have.
         ids: ``[F, B]``, contiguous.
-        out: output, ``[B, F, D]``, contiguous.
-        flat: receives the row of every look-up, see :meth:`RowSource.new_flat`.
+        outs: output of each source, ``[B, F, D]``, contiguous.
+        flats: receive the row of every look-up, see :meth:`RowSource.new_flat`.
     """
     num_tables, batch = ids.shape
-    grid, sizes = tiling(ids.numel(), out.shape[2], source.tile or TILE)
+    dims = tuple(out.shape[2] for out in outs)
+    tile = min(source.tile or TILE for source, _ in sources)
+    grid, sizes = tiling(ids.numel(), max(dims), tile)
     if ids.numel():
-        arguments, kind = source.for_kernel()
+        arguments, kinds = zip(*(source.for_kernel() for source, _ in sources), strict=True)
         _gather[grid](
-            ids, tables, arguments, out, flat, ids.numel(), batch, F=num_tables, KIND=kind, **sizes,
+            ids, tuple(tables for _, tables in sources), arguments, tuple(outs),
+            tuple(flats or [None] * len(outs)), ids.numel(), batch,
+            F=num_tables, DIMS=dims, KINDS=kinds, BLOCK=sizes["BLOCK"], BLOCK_D=sizes["BLOCK_D"],
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """One row per table and sample of ``ids [F, B]``."""
+    """One row of each source per table and sample of ``ids [F, B]``."""
 
-    source: RowSource
-    tables: TableRows
+    sources: Sequence[tuple[RowSource, TableRows]]
     ids: Tensor
     sparse: bool
     sorter: RowSorter | None
     triton: bool
 
-    def rows(self) -> Tensor:
+    def rows(self, tables: TableRows) -> Tensor:
         """The rows of the look-ups, sample by sample, ``[B * F]`` int64."""
-        return _rows(self.ids, self.tables).t().reshape(-1).long()
+        return _rows(self.ids, tables).t().reshape(-1).long()
 
 
 class _Lookup(torch.autograd.Function):
-    """One row per table and sample; the weights of the source are inputs for their gradients."""
+    """Rows of each source; the weights of the sources are inputs for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, request: _Request, *weights: Tensor) -> Tensor:
-        source, ids, flat = request.source, request.ids, None
-        (num_tables, batch), dim = ids.shape, weights[0].shape[1]
+    def forward(ctx: Any, request: _Request, *weights: Tensor) -> tuple[Tensor, ...]:
+        ids, (num_tables, batch) = request.ids, request.ids.shape
         ctx.request = request
         if not request.triton:
-            rows = request.rows()
-            ctx.save_for_backward(rows)
-            return source.read(rows).view(batch, num_tables, dim)
+            rows = [request.rows(tables) for _, tables in request.sources]
+            ctx.save_for_backward(*rows)
+            pairs = zip(request.sources, rows, strict=True)
+            found = [source.read(own) for (source, _), own in pairs]
+            return tuple(own.view(batch, num_tables, own.shape[1]) for own in found)
 
         # Row numbers that are given need not be stored by the kernel.
-        known = request.tables is NO_TABLES and not source.renumbers
-        if any(ctx.needs_input_grad) and known:
-            flat = ids.long().view(-1)
-        elif any(ctx.needs_input_grad):
-            flat = source.new_flat((batch, num_tables), request.sparse)
-        out = torch.empty(batch, num_tables, dim, dtype=source.like.dtype, device=ids.device)
-        gather_rows(source, request.tables, ids, out, None if known else flat)
+        outs, flats, stored = [], [], []
+        for source, tables in request.sources:
+            known, flat = tables is NO_TABLES and not source.renumbers, None
+            if any(ctx.needs_input_grad) and known:
+                flat = ids.long().view(-1)
+            elif any(ctx.needs_input_grad):
+                flat = source.new_flat((batch, num_tables), request.sparse)
+            flats.append(flat)
+            stored.append(None if known else flat)
+            shape = batch, num_tables, source.weights[0].shape[1]
+            outs.append(torch.empty(shape, dtype=source.like.dtype, device=ids.device))
+        gather_rows(request.sources, ids, outs, stored)
 
-        if flat is not None and request.sorter is not None:
-            source.submit(request.sorter, flat)
-        ctx.save_for_backward(flat)
-        return out
+        for (source, _), flat in zip(request.sources, flats, strict=True):
+            if flat is not None and request.sorter is not None:
+                source.submit(request.sorter, flat)
+        ctx.save_for_backward(*flats)
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        request, (rows,) = ctx.request, ctx.saved_tensors
-        flat = request.triton and rows is not None
-        rows = request.rows() if rows is None else rows
-        values = grad.reshape(-1, grad.shape[2])
-        return None, *request.source.gradients(rows, values, sparse=request.sparse, flat=flat)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        request, found = ctx.request, []
+        parts = zip(request.sources, ctx.saved_tensors, grads, strict=True)
+        for (source, tables), rows, grad in parts:
+            flat = request.triton and rows is not None
+            rows = request.rows(tables) if rows is None else rows
+            values = grad.reshape(-1, grad.shape[2])
+            found += source.gradients(rows, values, sparse=request.sparse, flat=flat)
+        return None, *found
 
 
 def lookup(
@@ -203,7 +239,8 @@ def lookup(
         ValueError: ``rows`` are not integers or on another device, or a tensor that a kernel reads
             is not contiguous.
     """
-    out = _look_up(source, NO_TABLES, rows.reshape(1, -1), sparse, sorter, impl)
+    sources = [(source, NO_TABLES)]
+    (out,) = _look_up(sources, rows.reshape(1, -1), sparse, sorter, impl)
     return out.view(*rows.shape, out.shape[2])
 
 
@@ -234,39 +271,59 @@ def lookup_tables(
         ValueError: ``ids`` are not ``[F, B]``, not integers or on another device, or a tensor that
             a kernel reads is not contiguous.
     """
-    if ids.dim() != 2 or len(ids) != len(tables.starts):
+    (out,) = lookup_parts([(source, tables)], ids, sparse=sparse, sorter=sorter, impl=impl)
+    return out
+
+
+def lookup_parts(
+    sources: Sequence[tuple[Tensor | RowSource, TableRows]],
+    ids: Tensor,
+    *,
+    sparse: bool = True,
+    sorter: RowSorter | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, ...]:
+    """Fetch one row of each of several sources per table and sample, all in one launch.
+
+    Args:
+        sources: the rows, and which of them each table has, as of :func:`lookup_tables`.
+        ids, sparse, sorter, impl: as of :func:`lookup_tables`.
+
+    Returns:
+        Of each source ``[B, F, D]``, contiguous.
+
+    Raises:
+        ValueError: as :func:`lookup_tables`.
+    """
+    count = len(sources[0][1].starts)
+    if ids.dim() != 2 or len(ids) != count:
         raise ValueError(
-            f"ids have shape {tuple(ids.shape)}, they must be [{len(tables.starts)}, B]: a row per "
-            "table"
+            f"ids have shape {tuple(ids.shape)}, they must be [{count}, B]: a row per table"
         )
-    return _look_up(source, tables, ids, sparse, sorter, impl)
+    return _look_up(sources, ids, sparse, sorter, impl)
 
 
 def _look_up(
-    source: Tensor | RowSource,
-    tables: TableRows,
+    sources: Sequence[tuple[Tensor | RowSource, TableRows]],
     ids: Tensor,
     sparse: bool,
     sorter: RowSorter | None,
     impl: str | None,
-) -> Tensor:
-    source = source if isinstance(source, RowSource) else Weight(source)
-    require_integers(source.like, ids=ids)
-    triton = source.runs_triton(ids, impl)
-    request = _Request(
-        source=source,
-        tables=tables,
-        ids=ids.contiguous(),
-        sparse=sparse,
-        sorter=sorter,
-        triton=triton,
-    )
-    if triton:
+) -> tuple[Tensor, ...]:
+    found = [(s if isinstance(s, RowSource) else Weight(s), tables) for s, tables in sources]
+    require_integers(found[0][0].like, ids=ids)
+    triton = found[0][0].runs_triton(ids, impl)
+    ids = ids.contiguous()
+    plain = [isinstance(s, Weight) and packed_rows(s.weight) is None for s, _ in found]
+    if not triton and all(plain):
+        return tuple(lookup_tables_torch(s.weights[0], tables, ids, sparse) for s, tables in found)
+
+    for source, tables in found if triton else ():
         memory = storage(source.weight)[0] if isinstance(source, Weight) else None
         require_contiguous(weight=memory, **tables._asdict())
-    elif isinstance(source, Weight) and packed_rows(source.weight) is None:
-        return lookup_tables_torch(source.weight, tables, request.ids, sparse)
-    return _Lookup.apply(request, *source.weights)
+    request = _Request(sources=found, ids=ids, sparse=sparse, sorter=sorter, triton=triton)
+    weights = [weight for source, _ in found for weight in source.weights]
+    return _Lookup.apply(request, *weights)
 
 
 def lookup_tables_torch(

@@ -171,11 +171,13 @@ def tt_bags(
         raise ValueError(f"mode is {mode!r}, it must be sum or mean")
     bags.check(tables, mode)
 
+    # PyTorch takes cores of every number and type, and no look-ups at all.
     batch, lookups = bags.count // tables, len(bags.ids)
     if not _runs_triton(cores, impl) or not lookups or not bags.count:
         with torch.autocast(bags.ids.device.type, enabled=False):
             return tt_bags_torch(cores, shape, bags, mode)
 
+    # One look-up of all bags.
     layout, bags = factor_layout(shape), bags.contiguous()
     request = LookupRequest(
         layout=layout,
