@@ -28,7 +28,7 @@ class Offload(PrefetchesRows, Embedding):
 
     The cache changes only the speed: results, checkpoints and initial rows are those of ``dense``.
     Rows of coming batches are fetched, and others written back, while earlier batches are computed
-    (:mod:`dlrm.kernels.offload.prefetch`). With several processes, each of which has all tables,
+    (:mod:`dlrm.kernels.offload.row_cache`). With several processes, each of which has all tables,
     rows are fetched when they are looked up, since an update on one changes the rows of all.
     ``.to(device)`` leaves the rows in host memory and maps them for the device.
 

@@ -87,7 +87,7 @@ class GraphRecorder:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         cause: Exception | None = None
         try:
-            # Another thread may fetch rows meanwhile, with streams and memory of its own.
+            # Another thread may load batches meanwhile, with streams and memory of its own.
             with torch.cuda.graph(
                 graph, self._pool, self._stream, capture_error_mode="thread_local"
             ):

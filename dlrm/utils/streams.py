@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 class SideStream:
@@ -56,6 +57,12 @@ class SideStream:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors, even if they are freed, until the work so far is done."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def join(self) -> None:
         """Make the current stream wait for the side stream."""

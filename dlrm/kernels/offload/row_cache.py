@@ -3,8 +3,18 @@
 All rows are in pinned host memory, which the GPU reads and writes directly
 (:mod:`dlrm.kernels.offload.pinned_memory`). Some have a slot in the cache, which then holds their
 values; optimizer state moves with the rows. Rows without a slot are read and updated in host
-memory, so results do not depend on the size of the cache. Rows are moved by
-:mod:`dlrm.kernels.offload.admission` and, ahead of their use, :mod:`dlrm.kernels.offload.prefetch`.
+memory, so results do not depend on the size of the cache. :mod:`dlrm.kernels.offload.admission`
+moves rows between the two.
+
+Rows are moved ahead of their use: those of window t + 1 during window t, by few programs of a side
+stream. No row is used while it moves:
+
+- The side stream begins after the last step of window t - 1, so updates by windows before t are
+  complete.
+- No row that window t uses, in a slot or in host memory, is fetched or evicted, and no row of
+  window t + 1 is evicted. At most, rows that move share a sector of memory with such rows.
+- Window t + 1, and everything else that accesses the table, begins after the side stream. A row
+  that is evicted and used again is read by the next move, on the same stream, or later.
 """
 
 from __future__ import annotations
@@ -19,8 +29,8 @@ from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind
 from dlrm.kernels.offload.admission import CacheIndex, move_rows
 from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
-from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.cached_slots import CachedSlots
+from dlrm.utils.streams import side_stream_of
 
 Window = tuple[Tensor, Tensor | None]
 """The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
@@ -112,7 +122,8 @@ class CachedRows(RowSource):
         capacity, device = self.capacity, weight.device
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
-        self._transfer = AsyncRowTransfer(device)
+        self._side = side_stream_of(device, "rows")
+        self._moving = False  # rows are on their way
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
@@ -182,15 +193,26 @@ class CachedRows(RowSource):
         """
         if not self.moves:
             return
-        self._transfer.wait()
+        self._wait()
         self.index.step.add_(1)
         self.index.traffic[4] += batches
         self.ready = True
+
         if now is not None:
-            self._transfer.wait_all()
-            move_rows(self.index, self.tensors, *now, impl=self.impl)
+            move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)
         if coming is not None:
-            self._transfer.start(self.index, self.tensors, *coming, impl=self.impl)
+            with self._side.fork():
+                move_rows(self.index, self.tensors, *coming, ahead=True, impl=self.impl)
+            # All of these may be dropped meanwhile.
+            caches = [cache for _, cache in self.tensors]
+            self._side.keep([coming[0], *caches, *self.index.tensors])
+            self._moving = True
+
+    def _wait(self) -> None:
+        """Make the current stream wait for the rows that are on their way."""
+        if self._moving:
+            self._side.join()
+            self._moving = False
 
     def prepare(
         self, ids: Tensor, starts: Tensor | None, *, training: bool, fetched: bool = False
@@ -211,7 +233,7 @@ class CachedRows(RowSource):
             self.begin_window((ids.contiguous(), starts), None)
             self.ready = False  # rows of the next window may have lost their slots
         elif not training:
-            self._transfer.wait_all()
+            self._wait()
 
     # The table as a whole ---------------------------------------------------------------------
 
@@ -220,7 +242,7 @@ class CachedRows(RowSource):
         """Write the cached rows to the host; they stay in the cache."""
         if not self.active:
             return
-        self._transfer.wait_all()
+        self._wait()
         held = (self.index.slot_to_row >= 0).nonzero()[:, 0]
         rows = self.index.slot_to_row[held].long()
         for host, cache in self.tensors:
@@ -246,5 +268,5 @@ class CachedRows(RowSource):
             return
         self.release()
         self.tensors = [(self.tensors[0][0],) * 2]
-        del self.index, self._transfer  # with four bytes on the GPU for each row of the table
+        del self.index  # with four bytes on the GPU for each row of the table
         self.active = False

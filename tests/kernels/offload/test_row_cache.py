@@ -3,18 +3,18 @@
 import copy
 import itertools
 import pickle
-import time
 
 import pytest
 import torch
 
 from dlrm.kernels.lookup.tables import lookup
-from dlrm.kernels.offload import admission, prefetch, transfer
+from dlrm.kernels.offload import admission, transfer
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
 from dlrm.kernels.update import sparse
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
+from dlrm.utils.streams import side_stream_of
 from tests.kit import combinations
 
 ROWS, DIM = 60, 3
@@ -27,8 +27,8 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(sparse, "TILE", 1)
         monkeypatch.setattr(admission, "BLOCK", 32)
         monkeypatch.setattr(admission, "FEW", 64)
-        monkeypatch.setattr(transfer, "MOVERS", 2)
-        monkeypatch.setattr(transfer, "STAGERS", 2)
+        monkeypatch.setattr(transfer, "MOVERS", 3)
+        monkeypatch.setattr(transfer, "BACKGROUND_MOVERS", 2)
         monkeypatch.setattr(transfer, "ROWS", 8)
 
 
@@ -81,36 +81,30 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         assert torch.equal(mine, other)
 
 
-def delay(monkeypatch, name, seconds=0.003):
-    """Delay a function of the thread that transfers rows."""
-    work = getattr(prefetch, name)
-
-    def late(*arguments):
-        time.sleep(seconds)
-        return work(*arguments)
-
-    monkeypatch.setattr(prefetch, name, late)
+def delay(device):
+    """On a GPU, hold up the stream that moves rows by about a millisecond."""
+    if device.type == "cuda":
+        with side_stream_of(device, "rows").fork(wait=False):
+            torch.cuda._sleep(2_000_000)
 
 
-@combinations(
-    rule=["adagrad", "rowwise_adagrad", "adam"], capacity=[20, 60], late=[None, "_gather", "_store"]
-)
-def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacity, late):
+@combinations(rule=["adagrad", "rowwise_adagrad", "adam"], capacity=[20, 60])
+def test_moves_during_the_step_change_nothing(device, rule, capacity):
     dtype = torch.bfloat16 if rule == "adam" else torch.float32
-    if late:
-        delay(monkeypatch, late)
     rule, value, states, cached, host_states = make(device, capacity, rule, dtype)
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
     seeds = [None, None]  # in PyTorch, stochastic rounding differs between the two tables
     if device.type == "cuda":
         seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
-    rounds = 301 if device.type == "cuda" and not late else 15
+    rounds = 301 if device.type == "cuda" else 15
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
     for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
         announced = index % 7 not in (0, 5)
         if not announced:
             rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
         grads = torch.randn(50, DIM, device=device)
+        if index % 3 == 0:
+            delay(device)
         cached.begin_window(None if announced else (rows[None], None), (coming[None], None))
         found = look_up(cached, rows[None], training=True, fetched=True)
         assert torch.equal(found[:, 0], value[rows])
@@ -129,13 +123,13 @@ def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacit
         assert torch.equal(mine, other)
 
 
-@combinations(then=["flush", "release", "stop", "look up", "train"], late=["_gather", "_store"])
-def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch, then, late):
-    delay(monkeypatch, late, 0.1)
+@pytest.mark.parametrize("then", ["flush", "release", "stop", "look up", "train"])
+def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, then):
     rule, value, _, cached, _ = make(device, 20, "sgd")
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
     rows = torch.arange(40, device=device).view(4, 10)
     for index, used in enumerate(rows[:3]):
+        delay(device)
         cached.begin_window(None if index else (used[None], None), (rows[index + 1][None], None))
         grads = torch.ones(10, DIM, device=device)
         update_rows(rule, value, used, grads, [], lr=lr)
@@ -152,20 +146,17 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch
         assert torch.equal(weight, value)
 
 
-@pytest.mark.parametrize("name", ["_gather", "_store"])
-def test_what_goes_wrong_in_the_thread_is_raised_until_the_end(device, monkeypatch, name):
-    def fail(*_):
-        raise RuntimeError("no such memory")
-
-    monkeypatch.setattr(prefetch, name, fail)
-    _, _, _, cached, _ = make(device, 20, "sgd")
-    rows = torch.arange(20, device=device).view(2, 10)
-    cached.begin_window((rows[:1], None), (rows[1:], None))
-    if name == "_store":  # the next round is not touched, but that after it
-        cached.begin_window(None, (rows[:1], None))
-    for use in (lambda: cached.begin_window(None, None), cached.flush, cached.stop):
-        with pytest.raises(RuntimeError, match="no such memory"):
-            use()
+@pytest.mark.gpu
+def test_a_cache_may_be_dropped_while_rows_are_on_their_way(device):
+    _, _, _, cached, states = make(device, 40, "adagrad")
+    size = cached.tensors[1][1].shape
+    delay(device)
+    cached.begin_window(None, (torch.arange(40, device=device)[None], None))
+    del cached
+    new = [torch.zeros(size, device=device) for _ in range(20)]  # in the same memory, if it is free
+    torch.cuda.synchronize()
+    assert not any(map(torch.any, new))
+    del states
 
 
 def test_memory_of_the_host_is_seen_from_both_sides(device):
