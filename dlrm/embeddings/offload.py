@@ -20,7 +20,7 @@ from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
 
 MAX_WINDOW = 16  # batches of a prefetch window
-MAX_LOOKUPS = 1 << 21  # of a prefetch window: more would gain little and take more memory
+MAX_LOOKUPS = 1 << 23  # of a prefetch window: more would gain little and take more memory
 
 
 class Offload(PrefetchesRows, Embedding):

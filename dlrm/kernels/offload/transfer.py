@@ -13,10 +13,11 @@ from torch import Tensor
 
 from dlrm.kernels import tl, triton
 
-ELEMENTS = 8192  # that a program exchanges at a time
+ELEMENTS = 16384  # that a program exchanges at a time
 ROWS = 1024  # at most
 MOVERS = 64  # programs, while a step waits for the rows
-BACKGROUND_MOVERS = 4  # programs beside a step, which has the other multiprocessors to itself
+BYTES_PER_MOVER = 32  # of a row with its state; a program beside a step for each of them,
+FEWEST, MOST = 2, 16  # within these
 
 
 class RowMoves(NamedTuple):
@@ -76,7 +77,11 @@ def exchange_rows(
         moves: the rows and their slots.
         background: leave nearly the whole GPU to a step that runs at the same time.
     """
-    programs = BACKGROUND_MOVERS if background else MOVERS
+    programs = MOVERS
+    if background:
+        row_bytes = sum(host.shape[1] * host.element_size() for host, _ in tensors)
+        programs = max(FEWEST, min(row_bytes // BYTES_PER_MOVER, MOST))
+
     for host, cache in tensors:
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)

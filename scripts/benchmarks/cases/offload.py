@@ -198,7 +198,8 @@ def measure_table(
 ) -> dict[str, Any]:
     """Look-up, backward and update of one offloaded table, its rows fetched ahead."""
     dim, device, dtype = options.dim or 128, options.device, TYPES[options.dtype]
-    group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False).to(device, dtype)
+    with torch.device(device):
+        group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False).to(dtype)
     optimizer = RowOptimizer(group.parameters(), rule, lr=0.01)
     sorter, size = RowSorter(torch.device(device)), group.window_size(lookups)
     drawn = [

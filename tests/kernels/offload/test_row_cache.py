@@ -28,7 +28,6 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(admission, "BLOCK", 32)
         monkeypatch.setattr(admission, "FEW", 64)
         monkeypatch.setattr(transfer, "MOVERS", 3)
-        monkeypatch.setattr(transfer, "BACKGROUND_MOVERS", 2)
         monkeypatch.setattr(transfer, "ROWS", 8)
 
 
