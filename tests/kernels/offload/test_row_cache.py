@@ -97,11 +97,13 @@ def test_moves_during_the_step_change_nothing(device, rule, capacity):
         seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
     rounds = 301 if device.type == "cuda" else 15
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
+
     for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
         announced = index % 7 not in (0, 5)
         if not announced:
             rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
         grads = torch.randn(50, DIM, device=device)
+
         if index % 3 == 0:
             delay(device)
         cached.begin_window(None if announced else (rows[None], None), (coming[None], None))
@@ -111,10 +113,12 @@ def test_moves_during_the_step_change_nothing(device, rule, capacity):
         update_rows(
             rule, weight, rows, grads, host_states, lr=lr, cached=cached.cached_slots, seed=seeds[1]
         )
-        if index % 7 == 3:
+
+        if index % 7 == 3:  # an evaluation
             every = torch.arange(ROWS, device=device)[None]
             found = look_up(cached, every, training=False)
             assert torch.equal(found[:, 0], value)
+
     moved = cached.index.traffic[2:4].tolist()
     assert moved[0] > moved[1] if capacity == ROWS else moved[1] > len(batches)
     cached.flush()
