@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,9 @@ class FollowingRun(Run):
     def _begin_epoch(self) -> bool:
         before, config = self.train_data.path, self.config
         if self.train_data.epoch < self.progress.epoch:
+            ended = self.progress.validated[0] != self.steps  # just now
+            if ended and config.calibrate and not self.train_data.meta.has_rows("val"):
+                self.held_out.center()
             self._validate()  # and save the state after the day before
             if config.follow_export:
                 self._export(Path(config.follow_export))
@@ -84,7 +88,9 @@ class FollowingRun(Run):
             self.tracker.log(self.steps + 1, tracking.named("day", values), day=day.name)
             if self.held_out.diverged:
                 raise ValueError(f"{day}: {self.held_out.diverged}")
-            text += f", AUC {values['auc']:.4f} before training on them"
+            auc = values["auc"]
+            shown = "no AUC, as all labels are equal," if math.isnan(auc) else f"AUC {auc:.4f}"
+            text += f", {shown} before training on them"
         self._held_out_of_day()
         self._say(text)
 

@@ -46,6 +46,10 @@ def first_day(directory: str, data: str | None = None) -> str:
     if data is not None and (Path(data) / META_FILE).is_file():
         return data
 
+    if (Path(directory) / META_FILE).is_file():
+        raise ValueError(
+            f"follow is {directory}, a single prepared directory: name the one that holds it"
+        )
     path, complete = next_day(Path(directory))
     if path is None or not complete:
         found = f"only {path}, which has no {META_FILE} yet" if path else "no directory at all"

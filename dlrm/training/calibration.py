@@ -23,12 +23,12 @@ STEPS = 20  # of Newton's method; the losses are convex
 
 
 @torch.inference_mode()
-def fit_calibration(seen: Sequence[Tensor], later: Sequence[Tensor]) -> tuple[float, float]:
+def fit_calibration(seen: Sequence[Tensor], later: Sequence[Tensor] | None) -> tuple[float, float]:
     """The scale and shift of logits with the least log loss.
 
     Args:
         seen: logits and labels of training rows, ``[n]``, and their weights if there are any.
-        later: those of validation rows.
+        later: those of validation rows; None if there are none: the scale is 1.
 
     Returns:
         Scale and shift. They move the average so that it is right on ``seen``, and scale the
@@ -42,6 +42,8 @@ def fit_calibration(seen: Sequence[Tensor], later: Sequence[Tensor]) -> tuple[fl
         step = (weights * (found - labels)).sum() / curvature
         move = (move - step.clamp(-1, 1)).clamp(-LARGEST_SHIFT, LARGEST_SHIFT)
 
+    if later is None:
+        return 1.0, float(move)
     logits, labels, weights = _in_double(*later)
     logits = logits + move
     center = torch.logit((weights * logits.sigmoid()).sum() / weights.sum(), eps=1e-9)

@@ -98,6 +98,14 @@ class HeldOut:
             print_error(f"warning: {self.diverged}")
         return values
 
+    def center(self) -> None:
+        """Calibrate the model without validation rows: shift its scores so that their average is
+        right on training rows.
+        """
+        self._model.calibration.copy_(torch.tensor([1.0, 0.0]))
+        shift = fit_calibration(self._predict_seen(CALIBRATED), None)
+        self._model.calibration.copy_(torch.tensor(shift))
+
     def _divergence(self, log_loss: float, split: str, step: int) -> str:
         """Why the model has diverged; empty if it has not.
 

@@ -15,8 +15,6 @@ from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 
-NO_END = 2**31
-"""Batches; no run has more."""
 HELD_OUT = ("val", "test")
 """The splits that are not trained on."""
 
@@ -115,6 +113,8 @@ class DayLoader:
         self._loader = open_day(str(first))
         self._first_meta = self._loader.meta
         self._waited = 0.0
+        self._batches_before = 0  # of earlier days
+        self._samples_before: float = 0
 
     def open(self, path: Path, epoch: int) -> None:
         """Go to the day in ``path``.
@@ -126,6 +126,9 @@ class DayLoader:
             self._first, self._first_meta, path, Meta.read(path, allow_outside=True)
         )
         self.close()
+        ended = self._batches_before + len(self._loader)
+        self._samples_before = self.samples(ended)
+        self._batches_before = ended
         self._waited = self.wait_seconds
         self.path, self._loader = path, self._open_day(str(path))
         self._loader.set_epoch(epoch)
@@ -168,11 +171,14 @@ class DayLoader:
         return iter(self._loader)
 
     def samples(self, batches: int) -> float:
-        """At most so many samples are in some batches: the last one of a day may have fewer.
-        Infinite for the batches of a run without an end.
+        """Number of samples in the first batches of all days, as far as those are known: infinite
+        beyond the current one.
         """
+        batches -= self._batches_before
+        if batches > len(self._loader):
+            return math.inf
         size = self._loader.batch_size * self._loader.world_size
-        return batches * size if batches < NO_END else math.inf
+        return self._samples_before + min(batches * size, self._loader.rows)
 
     def set_epoch(self, epoch: int) -> None:
         """Days are opened by :meth:`open`."""
@@ -189,7 +195,8 @@ class DayLoader:
     def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
         """See :meth:`BatchLoader.state_dict`; the order names the day."""
         state = self._loader.state_dict(unused=unused)
-        return state | {"order": state["order"] | {"day": self.path.name}}
+        before = [self._batches_before, self._samples_before]
+        return state | {"order": state["order"] | {"day": self.path.name, "before": before}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue in the day and at the position of ``state``.
@@ -206,6 +213,7 @@ class DayLoader:
             )
         self.open(path, state["epoch"])
         self._loader.load_state_dict(state)
+        self._batches_before, self._samples_before = state["order"]["before"]
 
 
 TrainingData = BatchLoader | DayLoader
