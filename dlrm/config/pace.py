@@ -7,7 +7,9 @@ from dlrm.data.schema import Meta
 
 BATCH, SMALLEST_BATCH, BATCHES = 512, 32, 64  # of a small table, an epoch has about as many
 SMALL_TABLE, MOST_EPOCHS, PATIENCE = 50_000, 20, 3
-"""Fewer training rows are trained on in that many epochs, or until so many find no better state."""
+"""Fewer training rows are trained on in that many epochs, or until so many validations find no
+better state."""
+LEARNED = 100  # steps: a model's order of few rows may be perfect long before its probabilities are
 
 
 def batch_size(config: RunConfig, meta: Meta) -> int:
@@ -48,7 +50,7 @@ def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, in
         return config.eval_every or MAX_COUNT, 0, last_step
 
     until_best = config.epochs is None and several > 1
-    every = config.eval_every or (epoch if until_best else max(epoch // 4, 1))
+    every = config.eval_every or (max(epoch, LEARNED) if until_best else max(epoch // 4, 1))
     patience = config.patience
     if patience is None and several > 1:
         patience = PATIENCE if until_best else max(epoch // every, 2)

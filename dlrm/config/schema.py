@@ -284,7 +284,7 @@ class RunConfig:
     """Number of samples per batch in evaluations."""
     eval_every: Count | None = None
     """Number of steps between evaluations on the validation split. Default: a quarter of an
-    epoch; an epoch, if there are several and their number is not given."""
+    epoch; an epoch and at least 100 steps, if there are several and their number is not given."""
     group: Annotated[str, must("name a column", bool)] | None = None
     """Column of the data, such as a user: also measure AUC within the rows of each of its values,
     the mean (GAUC) and that of the best and the worst tenth. Default: none."""

@@ -156,8 +156,9 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     assert pace.epochs(RunConfig(epochs=2), small) == 2
     assert pace.epochs(RunConfig(init_from="runs/day_7"), small) == 1
     assert pace.validations(auto, large, 40) == (10, 0, 40)
-    assert pace.validations(auto, small, 40) == (40, 3, 800)
-    assert pace.validations(RunConfig(max_steps=9, patience=1), small, 40) == (40, 1, 9)
+    assert pace.validations(auto, small, 40) == (100, 3, 800)
+    assert pace.validations(auto, small, 140) == (140, 3, 2800)
+    assert pace.validations(RunConfig(max_steps=9, patience=1), small, 40) == (100, 1, 9)
 
     note = "note: a small table, so at most 20 epochs of 40 steps with 512 rows each (--epochs, "
     assert pace.planned(auto, small, 40) == (800, f"{note}--batch_size)")

@@ -7,6 +7,7 @@ import csv
 import glob
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -323,7 +324,7 @@ def _require_lines(path: Path) -> None:
 def no_header_hint(file: RawFile) -> str:
     """The end of a message on an unknown column: a name that is a number may be of a row, and a
     single one may be all names."""
-    if file.header and len(file.names) == 1:
+    if file.header and len(file.names) == 1 and re.search(r"\w[^\w.-]+\w", file.names[0]):
         return "; if these are several columns, say what separates them with delimiter: in the YAML"
     if not file.header or not any(map(_is_number, file.names)):
         return ""

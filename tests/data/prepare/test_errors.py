@@ -306,6 +306,12 @@ def test_files_of_other_kinds_are_named(tmp_path, name, start, text):
         open_and_plan([tmp_path / name], build_options({}))
 
 
+def test_a_single_column_of_another_name_is_one_column(tmp_path):
+    path = write(tmp_path / "rows.csv", ["price", "1.5"])
+    with pytest.raises(ValueError, match=r"has no label 'label'; valid: price; name it with --l"):
+        open_and_plan([path], build_options({}))
+
+
 def test_a_pickle_is_called_one(tmp_path):
     pd.DataFrame({"label": [0, 1], "c": ["a", "b"]}).to_pickle(tmp_path / "rows.pkl")
     (tmp_path / "rows.pkl").rename(tmp_path / "rows.dat")
