@@ -253,6 +253,7 @@ def choose(
         emptier = (room_other > room_one) & (room_one < ENOUGH)
         second = tl.where(room, emptier, best_other < best_one)
         if not LAST:
+            tl.debug_barrier()  # several warps read the same status
             tl.store(work.status + k, FULL, mask=wanting & ~room)
 
         last = wanting & (~room | LAST)
@@ -305,6 +306,7 @@ def fill(
         chain = tl.load(work.chosen + j, mask=j < count, other=-1)
         own = (chain >= 0) & ((chain >= work.buckets) == LAST)
         own &= tl.load(work.heads + chain, mask=own, other=-1) == j
+        tl.debug_barrier()  # several warps read the same heads
         tl.store(work.heads + chain, -1, mask=own)
         bucket = (chain - LAST * work.buckets).to(tl.int64)
         id, k, length = _smallest(work, tl.where(own, j, -1))

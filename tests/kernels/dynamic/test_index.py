@@ -193,3 +193,21 @@ def test_the_kernels_do_exactly_the_same(eviction, admission):
         for name in ("ids", "scores", "sketch", "time", "counts"):
             assert torch.equal(getattr(expected, name), getattr(found, name).cpu()), name
     assert expected.counts[2] > 0
+
+
+@pytest.mark.gpu
+def test_the_kernels_do_the_same_with_many_ids(device):
+    """More than all programs of a GPU take at once, most of them new in each step."""
+    number = 300_000
+    few, tables = torch.tensor([1, 2], device=device), torch.arange(2, device=device)[:, None]
+    both = [SlotIndex.empty([number * 2, number // 60], device=device) for _ in range(2)]
+    for step in range(4):
+        ids = torch.randint(number, (2, number), device=device) + step * number // 2
+        placed = []
+        for index, impl in zip(both, ("torch", "triton"), strict=True):
+            begin_step(index)
+            placed.append(place(index, few, tables, ids, impl=impl))
+        assert torch.equal(placed[0].rows, placed[1].rows)
+        for name in ("ids", "scores", "counts"):
+            assert torch.equal(getattr(both[0], name), getattr(both[1], name)), name
+    assert both[0].counts[2] > 0
