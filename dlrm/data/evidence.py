@@ -16,11 +16,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .parquet import RowGroupReader, Rows
+from .prepare.rates import rate_names
 from .schema import Meta
 
 MOST_ROWS = 1 << 20  # training rows to read; of a larger split, evenly spaced row groups
@@ -32,8 +34,15 @@ SMALLEST = 1e-4  # effect by which means are shrunk, if no more is found
 ALONE = 0.1  # part of what ids say alone that counts although other columns say it too
 
 Floats = NDArray[np.float64]
-Effects = tuple[float, ...]
-"""Effects of a column for each range of counts, as a part of the variance of the residuals."""
+
+
+class Effects(NamedTuple):
+    """How much the ids of a column say about the label."""
+
+    by_range: tuple[float, ...]
+    """For each range of counts, as a part of the variance of the residuals."""
+    rated: bool = False
+    """Whether the rates of the ids are among the numbers of a row."""
 
 
 def range_of(counts: ArrayLike) -> NDArray[np.int64]:
@@ -122,8 +131,8 @@ def _smooth(products: Floats, pairs: Floats) -> Floats:
 
 def estimate_effects(
     columns: Sequence[_Column], numbers: Sequence[_Column], labels: Floats
-) -> list[Effects]:
-    """The effects of all ``columns`` on the labels ``[N]``, beyond those of ``numbers``."""
+) -> list[tuple[float, ...]]:
+    """The effects of all ``columns`` on labels ``[N]`` by range, beyond those of ``numbers``."""
     residuals = labels - labels.mean()
     alone = [column.effects(residuals)[0] for column in columns]
     order = sorted([*numbers, *columns], key=lambda column: len(column.means))
@@ -209,4 +218,5 @@ def read_effects(
         counts: returns the occurrences of every id of every column.
     """
     known = meta if meta.effects else with_effects(directory, meta, counts())
-    return [known.effects[name] for name in meta.tables]
+    rated = [{*rate_names(name)} <= {*meta.dense} for name in meta.tables]
+    return [Effects(known.effects[name], own) for name, own in zip(meta.tables, rated, strict=True)]

@@ -24,7 +24,7 @@ emulated on the sample, that costs 0.009 AUC at equal bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -36,10 +36,10 @@ from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE
 from dlrm.embeddings.short import scale_of
 from dlrm.kernels.update.packed import record_bytes
 
-FIRST = 0.4  # utility of rows with one weight, relative to rows of any length
-FITTED = 0.8  # the same of rows that a matrix widens, fitted to trained ones
+FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
+RATED = 0.4  # the same next to the rates of ids, which say most of what one weight says
 FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rounded rows
-EQUAL: Effects = (0.1,) * RANGES  # if nothing is known of what ids say
+EQUAL = Effects((0.1,) * RANGES)  # if nothing is known of what ids say
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
 STEPS = 80  # of the bisection
 
@@ -54,6 +54,8 @@ class RowFormat:
     """Their type, one of :data:`~dlrm.embeddings.common.budget.DTYPES`."""
     embedding_dim: int
     """Length of a full row."""
+    first: float = FIRST
+    """Utility of rows with one weight, relative to rows of any length."""
     projected: bool = False
     """Whether a matrix of the table widens shorter rows. Otherwise zeros follow the weights, and
     the rows of several ids are stored as one."""
@@ -95,7 +97,7 @@ class RowFormat:
     @property
     def quality(self) -> float:
         """Utility of a row relative to a full one in fp32."""
-        missing = 1 - (FITTED if self.projected else FIRST)
+        missing = 1 - self.first
         length = (1 - missing / self.dim) / (1 - missing / self.embedding_dim)
         return FIDELITY[self.dtype] * length
 
@@ -149,19 +151,22 @@ class Table:
         self.rows = rows
         values, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
         counts = values.double().numpy()
-        effect = np.array(effects)[range_of(counts)].clip(SMALLEST)
+        effect = np.array(effects.by_range)[range_of(counts)].clip(SMALLEST)
         utility = counts * effect**2 / (effect + 1 / counts.clip(1))  # of an id of each run
         self._ends = np.append(0, lengths.cumsum(0).numpy())
         self._totals = np.append(0, (utility * lengths.numpy()).cumsum())  # up to each end
 
+        full = RowFormat(
+            dim=embedding_dim,
+            dtype=dtypes[0],
+            embedding_dim=embedding_dim,
+            first=RATED if effects.rated and not projected else FIRST,
+            projected=projected,
+        )
         shorter = (2**k for k in range(embedding_dim.bit_length()))
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
         self.formats = _worthwhile(
-            [
-                RowFormat(dim=dim, dtype=dtype, embedding_dim=embedding_dim, projected=projected)
-                for dim in dims
-                for dtype in dtypes
-            ]
+            [replace(full, dim=dim, dtype=dtype) for dim in dims for dtype in dtypes]
         )
         self._given = dtypes[0]
 
@@ -320,14 +325,11 @@ def expected_loss(
     lost = 0.0
     described = zip(plan, num_embeddings, counts, effects, strict=True)
     for (kind, options), rows, count, own in described:
-        table = Table(rows, embedding_dim, count, own)
-        chosen = RowFormat(
-            dim=options.get("dim", embedding_dim),
-            dtype=options.get("dtype", dtype),
-            embedding_dim=embedding_dim,
-            projected=kind == "block",
+        table = Table(rows, embedding_dim, count, own, projected=kind == "block")
+        full = table.formats[-1]
+        chosen = replace(
+            full, dim=options.get("dim", embedding_dim), dtype=options.get("dtype", dtype)
         )
         kept = table.utility(chosen, options.get("keep", rows))
-        full = table.utility(table.formats[-1], rows)
-        lost += (full - kept) / max(int(count.sum()), 1)
+        lost += (table.utility(full, rows) - kept) / max(int(count.sum()), 1)
     return lost / 2

@@ -6,7 +6,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from dlrm.commands import prepare_table
-from dlrm.data.evidence import RANGES, range_of, read_effects, with_effects
+from dlrm.data.evidence import RANGES, Effects, range_of, read_effects, with_effects
 from dlrm.data.frequencies import count_ids
 from dlrm.data.schema import Meta
 from scripts import describe_parquet
@@ -65,9 +65,14 @@ def test_what_numbers_say_is_left_to_them(prepared):
 def test_older_data_without_it_is_read(prepared):
     directory, meta = prepared
     older, expected = replace(meta, effects={}), list(meta.effects.values())
-    assert read_effects(directory, meta, list) == expected
+    assert read_effects(directory, meta, list) == [Effects(own) for own in expected]
     found = read_effects(directory, older, lambda: count_ids(directory, older))
-    np.testing.assert_allclose(found, expected, atol=0.01)  # unseen ids have another count
+    by_range = [own.by_range for own in found]
+    np.testing.assert_allclose(by_range, expected, atol=0.01)  # unseen ids have another count
+    with_rates = Meta.read(directory.parent / "rates")
+    rated = [own.rated for own in read_effects(directory.parent / "rates", with_rates, list)]
+    assert rated == [f"rate({name})" in with_rates.dense for name in meta.tables]
+    assert {*rated} == {True, False}  # lists have none
     for rows in (1, ROWS // 2):
         some = with_effects(directory, older, count_ids(directory, older), most_rows=rows)
         assert {len(own) for own in some.effects.values()} == {RANGES}
@@ -84,7 +89,7 @@ def test_labels_that_are_all_equal_say_nothing(tmp_path):
     )
     meta = Meta.read(tmp_path)
     effects = read_effects(tmp_path, meta, lambda: count_ids(tmp_path, meta))
-    assert effects == [(0.0,) * RANGES] * 2
+    assert effects == [Effects((0.0,) * RANGES)] * 2
 
 
 def test_ranges_double():

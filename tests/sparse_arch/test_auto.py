@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from dlrm.data.evidence import RANGES
+from dlrm.data.evidence import RANGES, Effects
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.budget import DTYPES, Budget
 from dlrm.embeddings.drop import Drop
@@ -15,7 +15,7 @@ from dlrm.sparse_arch.table_plan import make_table_plan
 from tests.kit import combinations
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
-MUCH, LITTLE = EQUAL, (0.01,) * RANGES  # what the ids of a column say
+MUCH, LITTLE = EQUAL, Effects((0.01,) * RANGES)  # what the ids of a column say
 
 
 def choose(sizes, dim, budget, counts, effects=None, **options):
@@ -118,7 +118,7 @@ def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
             for pair in product(*offers)
             if sum(size for size, _, _ in pair) <= budget
         )
-        assert found >= 0.9 * best  # one price for all: what is left over may not fit the best
+        assert found >= 0.93 * best  # one price for all: what is left over may not fit the best
 
 
 def test_frequent_ids_get_more_bytes():
@@ -131,12 +131,22 @@ def test_frequent_ids_get_more_bytes():
 def test_columns_whose_ids_say_more_get_more_bytes():
     """Rows are not given up because they are rare, but because they say little."""
     counts = [torch.full((5000,), 4), torch.full((5000,), 100)]
-    plan = choose([5000, 5000], 16, 40_000, counts, [MUCH, (0.0001,) * RANGES])
+    plan = choose([5000, 5000], 16, 40_000, counts, [MUCH, Effects((0.0001,) * RANGES)])
     (_, rare), (_, frequent) = plan
     assert rare["keep"] > 10 * frequent["keep"]
     assert loss(plan, counts, 16, [MUCH, LITTLE]) > loss(
-        plan, counts, 16, [LITTLE, (0.0,) * RANGES]
+        plan, counts, 16, [LITTLE, Effects((0.0,) * RANGES)]
     )
+
+
+def test_next_to_rates_fewer_ids_get_longer_rows():
+    counts = [zipf(1000, 2**16)]
+    plans = [choose([1000], 16, 4000, counts, [Effects(MUCH.by_range, rated)]) for rated in (0, 1)]
+    (_, plain), (_, rated) = plans[0] + plans[1]
+    assert rated["dim"] > plain["dim"]
+    assert rated["keep"] < plain["keep"]
+    expected = [loss(plan, counts, 16, [Effects(MUCH.by_range, True)]) for plan in plans]
+    assert expected[1] < expected[0]
 
 
 def test_tables_of_equal_rows_are_one_group():
