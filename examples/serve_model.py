@@ -110,6 +110,8 @@ def read_manifest(export: Path) -> dict[str, Any]:
         OSError: it can't be read.
     """
     path = export / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{export} is no export: make one with dlrm export RUN {export}")
     try:
         with path.open("rb") as file:
             content = file.read(MANIFEST_BYTES + 1)

@@ -421,6 +421,8 @@ def test_what_can_not_be_served(exported, serve, tmp_path, monkeypatch, capsys):
     made, _, _ = exported
     copy = tmp_path / "copy"
     monkeypatch.setattr(sys, "argv", ["serve.py", str(copy)])
+    assert serve.main() == 2
+    assert "copy is no export: make one with dlrm export RUN" in capsys.readouterr().err
     shutil.copytree(made, copy)
     text = (made / "manifest.json").read_text()
 
