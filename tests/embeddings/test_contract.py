@@ -497,7 +497,8 @@ def test_rows_of_narrow_types_are_drawn_as_those_of_fp32(kind, options, dtype):
         groups[0].state_dict().items(), groups[1].state_dict().values(), strict=True
     ):
         if wide.is_floating_point():
-            close = wide.float().std() * 0.1 + 1e-3
+            chance = 3 / wide.numel() ** 0.5  # types may be drawn in another order
+            close = wide.float().std() * (0.1 + chance) + 1e-3
             assert abs(wide.float().std() - narrow.float().std()) < close, name
 
 
