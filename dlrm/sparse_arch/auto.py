@@ -149,13 +149,17 @@ class Table:
         projected: bool = False,
     ) -> None:
         self.rows = rows
+        self._given = dtypes[0]
+
+        # What the rows of the most frequent ids are worth, up to the end of each run.
         values, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
         counts = values.double().numpy()
         effect = np.array(effects.by_range)[range_of(counts)].clip(SMALLEST)
         utility = counts * effect**2 / (effect + 1 / counts.clip(1))  # of an id of each run
         self._ends = np.append(0, lengths.cumsum(0).numpy())
-        self._totals = np.append(0, (utility * lengths.numpy()).cumsum())  # up to each end
+        self._totals = np.append(0, (utility * lengths.numpy()).cumsum())
 
+        # Rows of any length and type.
         full = RowFormat(
             dim=embedding_dim,
             dtype=dtypes[0],
@@ -168,7 +172,6 @@ class Table:
         self.formats = _worthwhile(
             [replace(full, dim=dim, dtype=dtype) for dim in dims for dtype in dtypes]
         )
-        self._given = dtypes[0]
 
     def size(self, row_format: RowFormat, keep: int) -> int:
         """Bytes of the table."""
