@@ -82,7 +82,7 @@ class DeltaFollower:
         digest, manifest = digest_of(self._served / MANIFEST), read_object(self._served / MANIFEST)
         later = ""
         for path in sorted(self._deltas.glob(f"*/{DELTA}")):
-            if path in self._earlier:
+            if path in self._earlier or path.parent.suffix == ".tmp":  # still being written
                 continue
             delta = read_object(path)
             if delta["base"] == digest:

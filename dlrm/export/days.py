@@ -37,7 +37,8 @@ def export_day(
             :func:`~dlrm.export.directory.export_run`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    exports = sorted(path.parent for path in directory.glob(f"*/{MANIFEST}"))
+    found = sorted(path.parent for path in directory.glob(f"*/{MANIFEST}"))
+    exports = [path for path in found if path.suffix != ".tmp"]  # which a killed run left
     for path in exports:
         made = read_manifest(path)
         later = made["step"] > step or (path.name == day and made["step"] != step)

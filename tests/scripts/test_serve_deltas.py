@@ -95,11 +95,12 @@ def test_an_export_that_was_cut_off_is_made_again_and_strangers_are_refused(
     made, exports = tmp_path / "run", tmp_path / "exports"
     shutil.copytree(followed.run, made)
     shutil.copytree(followed.exports, exports)
-    shutil.rmtree(exports / "day_2")  # killed before it had the delta applied
+    (exports / "day_2").rename(exports / "day_2.tmp")  # killed before it had its name
     resumed = ["--resume", made, "--follow_export", exports]
     run("train", *resumed)
     manifests = [own / "day_2" / "manifest.json" for own in (exports, followed.exports)]
     assert manifests[0].read_bytes() == manifests[1].read_bytes()
+    assert not (exports / "day_2.tmp").exists()
 
     given = ["--follow", followed.days, "--output", tmp_path, "--name", "other", *SMALL]
     refused = run("train", *given, "--follow_export", exports, status=2)
