@@ -163,12 +163,9 @@ def offloaded(result: Result) -> Iterator[Mapping[str, Any]]:
 # Of docs/dynamic.md
 
 
-def dynamic_steps(result: Result) -> Iterator[Mapping[str, Any]]:
-    """Steps of dynamic tables, next to what NVIDIA published for ten tables on an H100."""
-    peers = {(10, "sgd"): "1.92", (10, "adam"): "2.19"}
-    for r in result["results"]:
-        if "rule" in r:
-            yield {**r, "peer": peers.get((r["tables"], r["rule"]), "")}
+def dynamic_steps(result: Result) -> Rows:
+    """Steps of dynamic tables, without the index alone."""
+    return [row for row in result["results"] if "rule" in row]
 
 
 # Of docs/data.md
@@ -383,6 +380,18 @@ def fine_tuned(result: Result) -> Iterator[Mapping[str, Any]]:
     for r in result["results"]:
         means = {name: fmean(r[name]) for name in ("scratch", "fitted", "fine_tuned")}
         yield {**r, **means, "budget": r["budget"] or ""}
+
+
+def bench(result: Result) -> Rows:
+    """Test AUC and log loss on each log: of boosted trees, and of each kind at each ratio."""
+    rows: dict[str, dict[str, str]] = {"boosted trees": {}}
+    for log, r in result["trees"].items():
+        rows["boosted trees"][log] = f"{r['auc']:.4f} / {r['log_loss']:.4f}"
+    for r in sorted(result["results"], key=lambda r: (r["ratio"] > 1, len(r["budget"] or ""))):
+        name = f"`{r['emb']}` {r['budget'] or ''}"
+        rows.setdefault(name, {})[r["log"]] = f"{r['AUC']:.4f} / {r['log loss']:.4f}"
+    return [{"": name, **{log: row.get(log, "-") for log in rows["boosted trees"]}}
+            for name, row in rows.items()]  # fmt: skip
 
 
 FIGURES: dict[str, Callable[..., pd.DataFrame]] = {"sample": sample_figure}
