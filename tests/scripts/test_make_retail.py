@@ -123,7 +123,7 @@ def test_without_the_package_or_a_table_of_it_the_remedy_is_told(
 )
 def test_one_command_prepares_and_compares(script, gpu, seeds, ratios):
     root = Path(__file__).parents[2]
-    command = ["make", "--dry-run", "retail", f"GPU={gpu}"]
+    command = ["make", "--no-print-directory", "--dry-run", "retail", f"GPU={gpu}"]
     made = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     prepare, compare = made.replace("\\\n", " ").splitlines()[-2:]
     assert "make_retail.py --output data/retail" in prepare

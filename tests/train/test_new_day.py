@@ -261,9 +261,8 @@ def test_what_cannot_be_forgotten(days, first, forgetting, run, tmp_path):
 
     ids_of = ("--ids-of", days / "0")
     assert "--forget needs --append-new" in refused(*ids_of, "--forget", "2")
-    assert "--forget is 0; it must be at least 1" in refused(
-        *ids_of, "--append-new", "--forget", "0"
-    )
+    given = (*ids_of, "--append-new", "--forget", "0")
+    assert "--forget: is '0', it must be a whole number, 1 or more" in refused(*given)
     every = tmp_path / "every"
     quiet(days / "0.txt", every, options(vocabulary="all"))
     given = ("--ids-of", every, "--append-new", "--forget", "1", "--split", "0.8", "0.1", "0.1")
