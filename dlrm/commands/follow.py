@@ -101,7 +101,7 @@ class FollowingRun(Run):
             run, day = self.checkpoints.run, self.train_data.path.name
             if not self.world.first:
                 return
-            with torch.random.fork_rng(devices=[]):  # of the run, which goes on as without it
+            with torch.random.fork_rng(devices=[]):  # tracing draws, the run must not
                 export_day(self.directory, run, self.steps, directory, day, apply_delta())
 
     # The next day -----------------------------------------------------------------------------

@@ -79,11 +79,11 @@ class HeldOut:
         batches = self.interruption.between(loader, stop)
         calibrates = self._calibrates and split == "val" and model is None
         if calibrates:
-            self._model.calibration.copy_(torch.tensor([1.0, 0.0]))
+            self._set_calibration(1.0, 0.0)
         scores = self._predict(loader, batches, loader.rows, model)
         if calibrates:
             scale, shift = fit_calibration(self._predict_seen(CALIBRATED), scores)
-            self._model.calibration.copy_(torch.tensor([scale, shift]))
+            self._set_calibration(scale, shift)
             scores = (scores[0] * scale + shift, *scores[1:])
         values = metrics.classification(*scores)
         if split in self._groups:
@@ -102,9 +102,11 @@ class HeldOut:
         """Calibrate the model without validation rows: shift its scores so that their average is
         right on training rows.
         """
-        self._model.calibration.copy_(torch.tensor([1.0, 0.0]))
-        shift = fit_calibration(self._predict_seen(CALIBRATED), None)
-        self._model.calibration.copy_(torch.tensor(shift))
+        self._set_calibration(1.0, 0.0)
+        self._set_calibration(*fit_calibration(self._predict_seen(CALIBRATED), None))
+
+    def _set_calibration(self, scale: float, shift: float) -> None:
+        self._model.calibration.copy_(torch.tensor([scale, shift]))
 
     def _divergence(self, log_loss: float, split: str, step: int) -> str:
         """Why the model has diverged; empty if it has not.
