@@ -238,39 +238,35 @@ class TT(CachesHotRows, Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.exact is None:
-            return self._products(tables, ids, None, context)
+            return self._products(tables, ids)
         kept = self._kept[tables]
         exact = self.exact.vectors(tables, ids, context)
-        return exact + self._products(tables, (ids - kept).clamp(min=0), ids < kept, context)
+        return exact + self._products(tables, (ids - kept).clamp(min=0), ids < kept)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.exact is None:
             return super().lookup(ids, context)
         tables, kept = self._tables[:, None], self._kept[:, None]
-        rest = self._products(tables, (ids - kept).clamp(min=0), ids < kept, context)
+        rest = self._products(tables, (ids - kept).clamp(min=0), ids < kept)
         return self.exact.lookup(ids, context) + rest.transpose(0, 1)
 
-    def _products(
-        self, tables: Tensor, ids: Tensor, skip: Tensor | None, context: LookupContext
-    ) -> Tensor:
+    def _products(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
         """Rows of the trains, or cached ones; zeros where ``skip`` is set."""
-        cores, shape, updates = list(self.cores), self._shape, context.updates
+        cores, shape = list(self.cores), self._shape
         if self.cache is None:
-            return tt_vectors(cores, shape, tables, ids, skip=skip, updates=updates)
+            return tt_vectors(cores, shape, tables, ids, skip=skip)
 
         slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
         skipped = hits if skip is None else hits | skip
-        rest = tt_vectors(cores, shape, tables, ids, skip=skipped, updates=updates)
+        rest = tt_vectors(cores, shape, tables, ids, skip=skipped)
         hits = hits if skip is None else hits & ~skip
         return torch.where(hits[..., None], self.cache.look_up(slots), rest)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is not None or self.exact is not None or self.mode == "max":
             return super().lookup_bags(bags, context)
-        cores, updates = list(self.cores), context.updates
-        pooled = tt_bags(cores, self._shape, bags, mode=self.mode, updates=updates)
-        return pooled.transpose(0, 1)
+        return tt_bags(list(self.cores), self._shape, bags, mode=self.mode).transpose(0, 1)
 
     @property
     def has_cache(self) -> bool:

@@ -264,14 +264,11 @@ def apply_in_backward(
         optimizer.step()  # all parameters that have a gradient
         optimizer.zero_grad()
 
-    It applies to what Triton kernels look up once in the block: rows of bags that are summed
-    without weights, under every rule; and the middle cores of tensor trains in fp32 under SGD,
-    Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with four cores
-    ``r_{k-1} q_k`` for the third), without momentum and decay. All other parameters have gradients
-    as usual.
+    It applies to rows of bags that are summed without weights, and that Triton kernels look up once
+    in the block. All other parameters have gradients as usual.
 
-    Use it for steps that need no gradients: without clipping or norms, without a sum over processes
-    or several backward passes, and with cores that are used for look-ups only.
+    Use it for steps that need no gradients: without clipping or norms, and without a sum over
+    processes or several backward passes.
 
     Args:
         optimizers: those of the model's parameters.

@@ -10,9 +10,8 @@ slice of the first core and one of the second; with four cores the right one is 
 Many ids share a factor: the pairs that a batch uses are flagged, each gets a *slot* in a buffer,
 and each is multiplied out once, in one small GEMM per slice of the big inner core. However skewed
 the ids are, no slice has more rows to multiply than the core next to it has slices. The backward
-pass sums the gradients of equal factors first and then runs the same GEMMs transposed; it may also
-update an inner core where its gradient is computed (:mod:`dlrm.kernels.update.in_backward`). All
-sizes depend only on shapes, and the host never waits, so a CUDA graph can capture everything.
+pass sums the gradients of equal factors first and then runs the same GEMMs transposed. All sizes
+depend only on shapes, and the host never waits, so a CUDA graph can capture everything.
 
 ``op`` checks the arguments and chooses the strategy, ``lookup`` runs it. ``layout`` depends on the
 tables only, ``indexing`` on the ids, and ``factors`` has the products of cores. ``_index``,

@@ -8,22 +8,9 @@ row-major; for a right factor they are column-major.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch import Tensor
-
 from dlrm.kernels import tl, triton
 from dlrm.kernels.tt._rows import add_to
 from dlrm.kernels.tt.layout import padded
-from dlrm.kernels.update.rules import Hyper, rule_step, store_after_all_read
-
-
-class UpdateArguments(NamedTuple):
-    """An update of the big core, for the kernel that computes its gradient."""
-
-    state: Tensor | None
-    lr: Tensor
-    hyper: Hyper
 
 
 @triton.jit
@@ -124,12 +111,10 @@ def big_gradient(
     small, big, grad, d_big, d_small, segments, members,
     Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-    update=None, RULE: tl.constexpr = None,
 ):  # fmt: skip
     """Gradient of a big slice, in tiles of ``N``: the sum of ``small' @ grad`` over its slots.
 
-    ``grad @ big'`` of each slot is added to ``d_small`` atomically. With a rule, the gradient is
-    not stored but updates ``big``, whose tile no other program reads.
+    ``grad @ big'`` of each slot is added to ``d_small`` atomically.
     """
     at = tl.program_id(0)
     begin, end = tl.load(segments + 2 * at), tl.load(segments + 2 * at + 1)
@@ -155,22 +140,4 @@ def big_gradient(
         part_at = small_at(member[:, None], j[:, None], r[None, :], Q, R, LEFT)
         add_to(d_small, part_at, part, row[:, None] & (r < R)[None, :])
 
-    if RULE is None:
-        tl.store(d_big + to, total, mask=inside)
-    elif end > begin:  # these rules do not change a slice without a gradient
-        _apply(big, to, inside, total, at, update, R * N, RULE)
-
-
-@triton.jit
-def _apply(big, to, inside, grad, at, update, length, RULE: tl.constexpr):
-    """Update a tile of slice ``at``; under a row-wise rule it is all of the slice."""
-    if RULE.name == "adagrad":
-        kept = tl.load(update.state + to, mask=inside, other=0.0)
-        kept, _, grad = rule_step(kept, kept, 0, grad, update.hyper, RULE)
-        tl.store(update.state + to, kept, mask=inside)
-    elif RULE.name == "rowwise_adagrad":
-        mean = tl.load(update.state + at) + tl.sum(grad * grad) / length
-        store_after_all_read(update.state + at, mean, None)
-        grad /= tl.sqrt_rn(mean) + update.hyper.eps
-    value = tl.load(big + to, mask=inside, other=0.0)
-    tl.store(big + to, value - tl.load(update.lr) * grad, mask=inside)
+    tl.store(d_big + to, total, mask=inside)

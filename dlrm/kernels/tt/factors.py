@@ -16,15 +16,12 @@ from dlrm.kernels.tt import _pairs as kernels
 from dlrm.kernels.tt._rows import FactorOfLookups, Sums
 from dlrm.kernels.tt.indexing import FactorIndex
 from dlrm.kernels.tt.layout import padded
-from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
-from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (16, 64), "big_gradient": (64, 64)}
 _FEW = 64  # average rows of a slice below which a tall tile would be mostly padding
 _MANY = 800  # number of programs from which small ones are faster
 _PROGRAMS = 4096  # enough to keep a GPU busy
-_FUSED_RULES = ("sgd", "adagrad", "rowwise_adagrad")  # a zero gradient changes nothing
 
 
 class ZerosOnce:
@@ -79,28 +76,23 @@ class Factor:
         self._core_zeros = ZerosOnce(zeros)
         self._product_zeros = ZerosOnce(None)
         self._adds = zeros is not None
-        self._update: FusedUpdate | None = None  # of the big core, for the backward pass to apply
 
     @property
     def of_lookups(self) -> FactorOfLookups:
         """The arguments of the kernels."""
         return FactorOfLookups(self.data, self.index.of_lookup, self.index.slots)
 
-    def multiply(
-        self, cores: Sequence[Tensor], precision: str, updates: FusedUpdates | None
-    ) -> None:
+    def multiply(self, cores: Sequence[Tensor], precision: str) -> None:
         """Compute the products of the pairs in use, if the factors are pairs.
 
         Args:
             cores: all cores.
             precision: how matrices are multiplied.
-            updates: updates that the backward pass may apply.
         """
         index = self.index
         if index.pairs is None:
             return
         small, big = cores[index.pairs.small], cores[index.pairs.big]
-        self._update = updates.take(big) if updates is not None else None
 
         tiles = self._tiles("pair_products", precision)
         shape = index.num_slots, tiles["Q"] * tiles["N"]
@@ -127,8 +119,8 @@ class Factor:
 
     def backward(
         self, grad: Tensor, cores: Sequence[Tensor], precision: str, *, deterministic: bool
-    ) -> dict[int, Tensor | None]:
-        """Gradients of the cores in fp32, by their index; None for a big core that is updated here.
+    ) -> dict[int, Tensor]:
+        """Gradients of the cores in fp32, by their index.
 
         Args:
             grad: gradient of :attr:`data`.
@@ -143,33 +135,13 @@ class Factor:
         tiles = self._tiles("big_gradient", precision)
         limit = index.n * tiles["N"] * largest(grad) * largest(big) if deterministic else None
         d_small = self._core_zeros.take(small, limit)
+        d_big = torch.empty_like(big, dtype=torch.float32)
 
-        # The gradient of the big core, or its update in the same kernel.
         columns = triton.cdiv(tiles["N"], tiles["BN"])
-        d_big, update = None, self._applicable(big, columns)
-        if update is None:
-            d_big = torch.empty_like(big, dtype=torch.float32)
-        else:
-            state = update.states[0] if update.states else None
-            tiles["update"] = kernels.UpdateArguments(state, update.lr, hyper(update.rule))
-            tiles["RULE"] = update.rule.kind
-
         kernels.big_gradient[(len(index.segments), columns)](
             small, big, grad, d_big, d_small, index.segments, index.members, **tiles
         )
-        if update is not None:
-            update.done(big)
         return {index.pairs.small: total(d_small), index.pairs.big: d_big}
-
-    def _applicable(self, big: Tensor, columns: int) -> FusedUpdate | None:
-        """The update of the big core, if the kernel can apply it in this many columns of tiles."""
-        update = self._update
-        if update is None or not update.due or big.dtype != torch.float32:
-            return None
-        rule = update.rule
-        able = rule.name in _FUSED_RULES and rule.momentum == rule.weight_decay == 0
-        # The mean over a slice needs a program that has all of it.
-        return update if able and (columns == 1 or rule.name != "rowwise_adagrad") else None
 
     def _tiles(self, kernel: str, precision: str) -> dict[str, Any]:
         """Compile-time constants of one of the GEMMs."""

@@ -17,7 +17,6 @@ from dlrm.kernels.tt import _index as kernels
 from dlrm.kernels.tt._pairs import rank_pairs
 from dlrm.kernels.tt._rows import ResultOfLookups
 from dlrm.kernels.tt.layout import FactorLayout, PairLayout, padded
-from dlrm.kernels.update.in_backward import FusedUpdates
 
 Strategy = Literal["direct", "unique"]
 
@@ -38,7 +37,6 @@ class LookupRequest:
     offsets: Tensor | None = None  # [F * B + 1]
     mean: bool = False
     deterministic: bool = False  # equal inputs give bitwise equal gradients
-    updates: FusedUpdates | None = None  # updates of cores that the backward pass may apply
 
 
 class FactorIndex:

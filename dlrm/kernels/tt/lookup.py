@@ -70,7 +70,7 @@ class Lookup:
         self.left = Factor(self.index.left, cores, 0, zeros_of("left"))
         self.right = Factor(self.index.right, cores, last, zeros_of("right"))
         for factor in (self.left, self.right):
-            factor.multiply(cores, precision, request.updates if trains else None)
+            factor.multiply(cores, precision)
         if request.strategy == "unique":
             self._compute_unique_rows(trains)
 
@@ -102,17 +102,14 @@ class Lookup:
         )  # fmt: skip
         return out
 
-    def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient of each core, from the gradient of the results, ``[results, D]``, in fp32.
-
-        It is None for cores that are updated here.
-        """
+    def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
+        """The fp32 gradient of each core, from the gradient of the results, ``[results, D]``."""
         unique = self.request.strategy == "unique"
         add_gradients = self._unique_gradients if unique else self._direct_gradients
         d_left, d_right = map(total, add_gradients(grad, cores))
 
         deterministic = self.request.deterministic
-        grads: dict[int, Tensor | None] = {
+        grads = {
             **self.left.backward(d_left, cores, self.precision, deterministic=deterministic),
             **self.right.backward(d_right, cores, self.precision, deterministic=deterministic),
         }

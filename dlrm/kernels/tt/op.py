@@ -15,7 +15,6 @@ from dlrm.kernels.tt.indexing import LookupRequest, Strategy
 from dlrm.kernels.tt.layout import FactorLayout, TTShape, factor_layout
 from dlrm.kernels.tt.lookup import Lookup
 from dlrm.kernels.tt.reference import tt_bags_torch, tt_vectors_torch
-from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 
@@ -47,7 +46,7 @@ class _Rows(torch.autograd.Function):
             d_weights = _weights_gradient(ctx.lookup, grad).to(weights.dtype)
         grads = ctx.lookup.backward(grad, cores)
         pairs = zip(grads, cores, strict=True)
-        in_type = (None if g is None else g.to(c.dtype) for g, c in pairs)
+        in_type = (g.to(c.dtype) for g, c in pairs)
         return None, None, d_weights, *in_type
 
 
@@ -67,7 +66,6 @@ def tt_vectors(
     ids: Tensor,
     *,
     skip: Tensor | None = None,
-    updates: FusedUpdates | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -82,8 +80,6 @@ def tt_vectors(
         ids: integers of any shape ``[...]``, each within its table.
         skip: ids to leave out, such as those in a cache, bool of the shape of ``ids``. Their rows
             are zeros without a gradient, and cost nothing.
-        updates: optimizer steps of cores that the backward pass may apply itself, on a GPU. Such a
-            core gets no gradient.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
@@ -128,7 +124,6 @@ def tt_vectors(
         tables=num_tables,
         strategy=_strategy(layout, ids.numel()),
         deterministic=_deterministic(deterministic),
-        updates=updates,
     )
     out = _look_up(request, None, cores, precision)
 
@@ -143,7 +138,6 @@ def tt_bags(
     bags: Bags,
     *,
     mode: str = "sum",
-    updates: FusedUpdates | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -155,7 +149,7 @@ def tt_bags(
         bags: ids, offsets and weights; there may be ids beyond the last bag. Weights need mode sum
             and get a gradient.
         mode: sum or mean; an empty bag gives zeros.
-        updates, impl, precision, deterministic: as in :func:`tt_vectors`.
+        impl, precision, deterministic: as in :func:`tt_vectors`.
 
     Returns:
         ``[F, B, D]``, which Triton stores as ``[B, F, D]``.
@@ -189,7 +183,6 @@ def tt_bags(
         tables=tables,
         strategy=_strategy(layout, lookups),
         deterministic=_deterministic(deterministic),
-        updates=updates,
     )
     out = _look_up(request, bags.weights, cores, precision)
     return out.view(batch, tables, -1).transpose(0, 1)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -75,7 +76,7 @@ class FusedUpdates:
             ValueError: it was already applied.
         """
         update = self._updates.get(parameter) if self._open else None
-        if update is None or not parameter.requires_grad:
+        if update is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return None
         if update.applied:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Time the tensor-train look-up on a GPU: forward, and forward + backward + fused SGD.
+"""Time the tensor-train look-up on a GPU: forward, and forward + backward + SGD.
 
     python scripts/benchmarks/run.py tt --output benchmarks/tt_h100.json
 
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.factorization import factorize_rows
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.kernels.update.in_backward import FusedUpdates
-from dlrm.optim import RowOptimizer, apply_in_backward
+from dlrm.optim import RowOptimizer
 from dlrm.utils.bags import Bags
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
@@ -85,9 +84,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     if on_gpu:
         torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
     bandwidth = harness.copy_bandwidth()
-    what = (
-        "TT look-up, forward + backward + fused SGD; step_ms and forward_ms are replays of a CUDA"
-    )
+    what = "TT look-up, forward + backward + SGD; step_ms and forward_ms are replays of a CUDA"
     record.note(what=f"{what} graph", copy_bytes_per_second=round(bandwidth))
 
     choices = product(options.cases, ("uniform", "skewed"), options.variants)
@@ -165,19 +162,17 @@ class Setup:
             for _ in range(INPUTS)
         ]
 
-    def forward(self, index: int, updates: FusedUpdates | None = None) -> Tensor:
+    def forward(self, index: int) -> Tensor:
         """The pooled rows of a batch, ``[F, bags, D]``."""
         shared = (self.cores, self.shape)
         ids = self.ids[index % INPUTS]
         if self.case.bag == 1:
-            return tt_vectors(*shared, self.tables, ids, updates=updates, **self.options)
-        bags = Bags(ids.view(-1), self.offsets)
-        return tt_bags(*shared, bags, updates=updates, **self.options)
+            return tt_vectors(*shared, self.tables, ids, **self.options)
+        return tt_bags(*shared, Bags(ids.view(-1), self.offsets), **self.options)
 
     def step(self, index: int) -> None:
-        """Forward, backward and SGD, of the middle cores inside the backward pass."""
-        with apply_in_backward([self.optimizer]) as updates:
-            self.forward(index, updates).backward(self.grads[index % INPUTS])
+        """Forward, backward and SGD."""
+        self.forward(index).backward(self.grads[index % INPUTS])
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -216,9 +211,9 @@ class Setup:
 
         Arithmetic: every pair of leading slices in use is multiplied once forward and twice
         backward, and so is every distinct id by its last slice. Bytes: forward ids, cores and rows
-        once; backward ids, gradients of rows, cores, and in fp32 the gradients of those that are
-        not updated there; the update reads these and reads and writes the cores. Both count what
-        three cores need; four cores, which share more, may be below it.
+        once; backward ids, gradients of rows, cores, and their gradients in fp32; the update reads
+        these and reads and writes the cores. Both count what three cores need; four cores, which
+        share more, may be below it.
         """
         case = self.case
         left = case.q[0] * case.rank * case.q[1] * case.rank
@@ -236,8 +231,7 @@ class Setup:
         weights = sum(core.numel() for core in self.cores)
         moved = 8 * lookups + size * (self.grads[0].numel() + weights)
 
-        waiting = self.cores if self.precision == "bf16" else (self.cores[0], self.cores[-1])
-        gradients = 4 * sum(core.numel() for core in waiting)
+        gradients = 4 * weights
         backward = moved + gradients
         update = gradients + 2 * size * weights
 

@@ -1,0 +1,140 @@
+"""Rows of bags that the backward pass updates, next to rows that an optimizer updates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm.data.batch import Batch
+from dlrm.distributed.world import World
+from dlrm.embeddings import build
+from dlrm.embeddings.common.context import LookupContext
+from dlrm.kernels.lookup import pool
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer, apply_in_backward
+from dlrm.training.data_parallel import GradientReducer
+from dlrm.training.step import TrainStep
+from tests.kit import first
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.setattr(pool, "use_triton", lambda *_: True)
+
+
+class Run:
+    """A table whose bags are looked up, the same each time."""
+
+    def __init__(self, device):
+        torch.manual_seed(0)
+        self.group = build("dense", [9], 4, mode="sum").to(device)
+        self.weight = self.group.weight
+        self.start = self.weight.detach().clone()
+        self.optimizer = RowOptimizer([self.weight], "adagrad", lr=0.1, eps=0.1)
+
+    def loss(self, step=0, updates=None):
+        torch.manual_seed(step)
+        ids = torch.randint(0, 9, (6,)).to(self.weight.device)
+        offsets = torch.tensor([0, 2, 2, 6], device=self.weight.device)
+        out = self.group(ids, offsets, context=LookupContext(updates=updates))
+        return (out - 1).square().mean()
+
+
+@pytest.fixture
+def pair(device):
+    return Run(device), Run(device)
+
+
+def assert_stepped_alike(ours, theirs):
+    """After a step of the optimizers, for what still has a gradient."""
+    for run in (ours, theirs):
+        run.optimizer.step()
+    assert not torch.equal(ours.weight, ours.start)
+    torch.testing.assert_close(ours.weight, theirs.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_a_look_up_without_gradient_does_not_count(pair):
+    ours, theirs = pair
+    theirs.loss().backward()
+    with apply_in_backward([ours.optimizer]) as updates:
+        loss = ours.loss(updates=updates)
+        with torch.no_grad():
+            ours.loss(1, updates)
+        loss.backward()
+    assert ours.weight.grad is None
+    assert_stepped_alike(ours, theirs)
+
+
+def test_both_gradients_of_rows_looked_up_twice_count(pair):
+    ours, theirs = pair
+    (theirs.loss() + theirs.loss(1)).backward()
+    with apply_in_backward([ours.optimizer]) as updates:
+        (ours.loss(updates=updates) + ours.loss(1, updates)).backward()
+    assert torch.equal(ours.weight, ours.start)
+    assert_stepped_alike(ours, theirs)
+
+
+def test_a_gradient_is_added_to_one_that_is_there(pair):
+    ours, theirs = pair
+    for step in range(2):
+        theirs.loss(step).backward()
+    ours.loss().backward()
+    with apply_in_backward([ours.optimizer]) as updates:
+        ours.loss(1, updates).backward()
+    assert_stepped_alike(ours, theirs)
+
+
+def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device):
+    run = Run(device)
+    with apply_in_backward([run.optimizer]) as updates:
+        loss = run.loss(updates=updates)
+    loss.backward()
+    assert run.weight.grad is not None
+    run.weight.requires_grad_(False)
+    with apply_in_backward([run.optimizer]) as updates:
+        assert not run.loss(updates=updates).requires_grad
+    assert torch.equal(run.weight, run.start)
+
+
+def test_a_second_backward_pass_is_refused(device):
+    run = Run(device)
+    with apply_in_backward([run.optimizer]) as updates:
+        loss = run.loss(updates=updates)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(ValueError, match=r"shape \(9, 4\) .* use one apply_in_backward block"):
+            run.loss(1, updates)
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@first("wanted", ["reducer", "norms", "clip_norm"])
+def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device):
+    weights = []
+    for asks in ("", wanted):
+        torch.manual_seed(0)
+        model = DLRM(4, [50, 60], 8, [("dense", {})] * 2, bottom_mlp=[8], top_mlp=[8]).to(device)
+        optimizer = RowOptimizer(model.parameters(), "adagrad", lr=0.05, eps=0.1)
+        options = {"clip_norm": 1e9} if asks == "clip_norm" else {}
+        if asks == "reducer":
+            options["reducer"] = GradientReducer(model, optimizer, World())
+        step = TrainStep(model, [optimizer], mode="eager", **options)
+
+        (table,) = model.sparse_arch.parameters()
+        given = []
+        optimizer.register_step_pre_hook(lambda *_, t=table, g=given: g.append(t.grad is not None))
+        for _ in range(2):
+            ids, offsets = torch.randint(0, 50, (32,)), torch.arange(0, 33, 2)
+            labels = (torch.rand(8) < 0.3).float()
+            step(Batch(torch.randn(4, 8), ids, labels, offsets).to(device), norms=asks == "norms")
+        assert given == [bool(asks)] * 2
+        weights.append(table.detach())
+    torch.testing.assert_close(*weights)
