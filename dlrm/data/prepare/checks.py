@@ -15,7 +15,6 @@ from .bad_rows import BadRowsRule
 from .codes import LabelRule, label_rule
 from .column_options import yaml_line
 from .columns import ColumnPlan, Feature
-from .numbers import LARGE, LIMIT
 from .spill import Spilled
 from .splitting import Splitter
 
@@ -148,12 +147,12 @@ def note_weights(counts: ClassCounts) -> None:
 
 
 def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, Any]]) -> None:
-    """Note columns of which nothing can be learned, and numbers far beyond those of training rows.
+    """Note columns of which nothing can be learned, and numbers far beyond the others.
 
     Args:
         features: all of them.
         learned: of each: ``empty`` if no training row has a value; ``far``, how many numbers are
-            beyond :data:`LIMIT`, and one of them.
+            limited, one of them, and what it counts as.
 
     Raises:
         ValueError: no feature has a value.
@@ -174,10 +173,10 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
         )
 
     for feature, own in found:
-        count, example = own.get("far") or (0, 0.0)
+        count, example, limit = own.get("far") or (0, 0.0, 0.0)
         if count:
             print_error(
-                f"note: {feature.name} has {count:,} number{'s' * (count != 1)} beyond "
-                f"{LIMIT:g}, such as {example:.4g}, and most are below {LARGE:g}: they count as "
-                f"{LIMIT:g}; correct them, or set {yaml_line(feature.name, SCALED)}"
+                f"note: {feature.name} has {count:,} number{'s' * (count != 1)} such as "
+                f"{example:.4g}, far beyond the others: they count as {limit:.4g}; correct them, "
+                f"or set {yaml_line(feature.name, SCALED)}"
             )

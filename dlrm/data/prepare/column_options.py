@@ -175,7 +175,7 @@ class TableOptions(Closed):
     """Whether each category and part of a time also gives two numbers: how often its value
     occurred, and the share of positives among these rows; see :mod:`dlrm.data.prepare.rates`."""
     missing: Texts = ("",)
-    """Texts that stand for a missing value in a category, list or time."""
+    """Texts that stand for a missing value, in numbers besides those that always do, such as NA."""
     names: Texts | None = None
     """Names of the columns of a CSV without a header."""
     delimiter: Text | None = None

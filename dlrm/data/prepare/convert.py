@@ -64,7 +64,7 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
 def _feature_column(plan: ColumnPlan, feature: Feature, raw: pa.Array) -> pa.Array:
     column, own, missing = feature.column, feature.column.options, plan.options.missing
     if column.kind == "number":
-        return pa.array(values.numbers(raw, column.name, own.marks))
+        return pa.array(values.numbers(raw, column.name, own.marks, missing))
     if plan.hexadecimal:
         return values.hex_categories(raw, column.name, plan.cap)
     if column.kind == "list":
@@ -83,7 +83,7 @@ def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
     column = next(column for column in plan.columns if column.name == name)
     own = column.options
     if column.numeric:
-        found = values.numbers(array, name, own.marks)
+        found = values.numbers(array, name, own.marks, plan.options.missing)
     else:
         moments = values.times(array, name, plan.options.missing, own.format, own.unit)
         found = np.where(moments == values.MISSING_TIME, np.nan, moments)

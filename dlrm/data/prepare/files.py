@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from ...utils.messages import did_you_mean
+from ...utils.messages import did_you_mean, listing, print_error
 from ..parquet import read_footer
 from .column_options import DOUBLE, TableOptions
 from .text_blocks import BLOCK_BYTES, BlockReader
@@ -82,6 +82,8 @@ class RawFile:
     header: bool = False
     """Whether the first line of a CSV holds the names."""
     quotes: bool = True
+    missing: tuple[str, ...] = ()
+    """Texts that stand for a missing number in a CSV."""
     sha256: str | None = None
     """Known when all rows of a text have been read."""
 
@@ -116,7 +118,9 @@ class RawFile:
             return
         file = BlockReader(self.path)
         row_end = csv_row_end(self.delimiter) if self.format == "csv" and self.quotes else None
-        layout = CsvLayout(names=self.names, delimiter=self.delimiter, quotes=self.quotes)
+        layout = CsvLayout(
+            names=self.names, delimiter=self.delimiter, quotes=self.quotes, missing=self.missing
+        )
         skip = self.header
         for block in file.blocks(block_bytes=block_bytes, row_end=row_end):
             if block.empty:
@@ -195,11 +199,17 @@ def _matches(path: Path) -> list[Path]:
 
 
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
-    """Open the files of one table.
+    """Open the files of one table; texts without any content are left out, if there are others.
 
     Raises:
         ValueError: they differ in format or columns, or one is damaged.
     """
+    empty = [path for path in paths if _is_empty(path)] if len(paths) > 1 else []
+    if 0 < len(empty) < len(paths):
+        paths = [path for path in paths if path not in empty]
+        print_error(
+            f"note: {listing(list(map(str, empty)))} has nothing in it and counts as 0 rows"
+        )
     files = [RawFile.open(path, options) for path in paths]
     first = files[0]
     for other in files[1:]:
@@ -231,6 +241,11 @@ def _require_columns(other: RawFile, first: RawFile) -> None:
         raise ValueError(
             f"{other.path} has a column {further!r}, but {first.path} has none; {same}"
         )
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether a text has no content, not even a header."""
+    return _format(path) != "parquet" and not BlockReader(path).start(1).strip()
 
 
 def _suffix(path: Path) -> str:
@@ -283,6 +298,7 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
         delimiter=delimiter,
         header=options.names is None,
         quotes=quotes,
+        missing=options.missing,
     )
 
 

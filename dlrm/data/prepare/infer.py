@@ -28,7 +28,7 @@ from .kinds import (
     whole_days,
 )
 from .text_formats import CsvPart
-from .values import decoded, is_text
+from .values import decoded, is_text, without_texts
 
 SAMPLE_BYTES = 4 << 20
 WIDE = 500  # columns; the first rows of more columns are more bytes
@@ -49,8 +49,8 @@ def plan_columns(
     Raises:
         ValueError: the options name a column that does not exist, or nothing can be made of one.
     """
-    batches = [_sample(file, skip_bad) for file in _ends(files)]
-    if not any(rows.num_rows for rows in batches):
+    batches = _samples(files, skip_bad)
+    if not batches:
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
     samples = [dict(zip(rows.schema.names, rows.columns, strict=True)) for rows in batches]
     names = batches[0].schema.names
@@ -61,7 +61,7 @@ def plan_columns(
     columns, useless = [], dict[str, str]()
     for name in names:
         parts = [
-            (decoded(sample[name]), own)
+            (without_texts(decoded(sample[name]), options.missing), own)
             for sample, own in zip(samples, labels, strict=True)
             if name in sample
         ]
@@ -243,16 +243,22 @@ def _with_negative(
         return options
     name = next(column.name for column in columns if column.kind == "label")
     if files[0].format == "csv":  # as texts: what looks like a bool or a number stays as it is
-        samples = [_sample(file, skip_bad, {name: pa.string()}) for file in _ends(files)]
+        samples = _samples(files, skip_bad, {name: pa.string()})
     found = find_negative(
         [rows[name] for rows in samples if name in rows.schema.names], name, options.positive
     )
     return replace(options, negative=(found,))
 
 
-def _ends(files: Sequence[RawFile]) -> list[RawFile]:
-    """The first and the last file."""
-    return [files[0], *files[1:][-1:]]
+def _samples(
+    files: Sequence[RawFile], skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
+) -> list[pa.RecordBatch]:
+    """The first rows of the first and of the last file that has any."""
+    ends = []
+    for order in (files, files[:0:-1]):
+        batches = (_sample(file, skip_bad, types) for file in order)
+        ends += [next((rows for rows in batches if rows.num_rows), None)]
+    return [rows for rows in ends if rows is not None]
 
 
 def _sample(

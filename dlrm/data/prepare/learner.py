@@ -23,7 +23,7 @@ from .checks import note_features
 from .columns import Feature
 from .keys import HexKeys, Keys, TextKeys
 from .numbers import (
-    LIMIT,
+    FLOAT32_MAX,
     Scaling,
     Summary,
     bucket_edges,
@@ -146,20 +146,21 @@ class Learner:
         summary = self._summary(feature)
         transform = "log" if feature.part == "age" else feature.column.options.transform or "auto"
         scaling = fit_scaling(transform, summary)
-        if scaling.limit == LIMIT:
-            learned["far"] = self._far(feature)
+        if 0 < scaling.limit < FLOAT32_MAX:
+            learned["far"] = self._far(feature, scaling)
         learned["empty"] = summary.missing == summary.rows
         return learned | {"scaling": asdict(scaling)}
 
-    def _far(self, feature: Feature) -> list[float]:
-        """How many numbers of all rows are beyond :data:`LIMIT`, and one; empty if none is."""
+    def _far(self, feature: Feature, scaling: Scaling) -> list[float]:
+        """How many numbers of all rows are limited, one of them, and what it counts as; or none."""
         count, example = 0, 0.0
         for block in self.blocks:
             values = block.column(feature.name).to_numpy()
-            far = values[np.abs(values) > LIMIT]
+            far = scaling.beyond(values)
             count += len(far)
             example = float(far[0]) if len(far) else example
-        return [count, example] if count else []
+        limit = scaling.center + np.copysign(scaling.limit * scaling.scale, example)
+        return [count, example, float(limit)] if count else []
 
     def _learn_buckets(self, feature: Feature) -> tuple[Vocabulary, list[float]]:
         edges = bucket_edges(self._summary(feature), feature.column.options.buckets)

@@ -1,14 +1,14 @@
 """Transforms of numbers, and the statistics that they need.
 
 ========= ======================================================================================
-none      x
+none      x; at most 250 times what 99% of the rows are below, and 1,000 or more
 log       log(max(x, 0) + 1), as in the reference DLRM
 log3      log(max(x, -2) + 3), as in TorchRec
-standard  (x - mean) / standard deviation
+standard  (x - mean) / standard deviation, of the numbers that ``none`` leaves alone; at most 100
 robust    asinh((x - median) / interquartile range): about linear in the middle and logarithmic in
           the tails, whatever the unit of a price and however huge a few are
-auto      none if the numbers are of the size that a network expects, and those far beyond count
-          as less; 0 if all are the same, as nothing is learned of others; else robust
+auto      none if the numbers are of the size that a network expects, at most 100; 0 if all are the
+          same, as nothing is learned of others; else robust
 quantile  the number of the bucket, of which all have about equally many rows: an id
 ========= ======================================================================================
 
@@ -32,6 +32,7 @@ QUANTILE_VALUES = 1 << 22
 """Numbers that quantiles are computed from: of more rows, evenly spaced ones. 32 MB."""
 LARGE, SMALL = 4.0, 0.1  # between these, the size of a number is left alone
 LIMIT = 100.0  # what a number counts as that is beyond it, among numbers of the usual size
+FAR = 250.0  # the same where the transform is given, in units of the usual size
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -52,6 +53,10 @@ class Scaling:
         if self.limit == FLOAT32_MAX:
             del plain["limit"]
         return plain
+
+    def beyond(self, values: Floats) -> Floats:
+        """Those of the ``values`` that count as less than they are."""
+        return values[np.abs(values - self.center) > self.limit * self.scale]
 
     def apply(self, values: Floats) -> NDArray[np.float32]:
         """The transformed ``values [n]``; missing ones are NaN and become 0."""
@@ -129,8 +134,17 @@ def fit_scaling(transform: str, summary: Summary) -> Scaling:
         if low >= -LARGE and high <= LARGE and summary.deviation >= SMALL:
             return Scaling(transform="none", limit=LIMIT)
         transform = "robust"
-    if transform == "standard":
-        return Scaling(transform=transform, center=summary.mean, scale=_positive(summary.deviation))
+    if transform in ("none", "standard"):
+        size = np.quantile(np.abs(summary.sample), 0.99, method="lower")
+        limit = FAR * float(max(LARGE, size))
+        if transform == "none":
+            return Scaling(transform=transform, limit=limit)
+        # One absurd number would be all that the mean and the deviation tell of.
+        mean, deviation = summary.mean, summary.deviation
+        usual = summary.sample[np.abs(summary.sample) <= limit]
+        if len(usual) < len(summary.sample):
+            mean, deviation = float(usual.mean()), float(usual.std())
+        return Scaling(transform=transform, center=mean, scale=_positive(deviation), limit=LIMIT)
     if transform == "robust":
         # Most values may be the same, such as 0: then the width of more of them.
         scale = _positive(three_quarters - quarter, high - low, summary.deviation)

@@ -60,6 +60,8 @@ class CsvLayout:
     delimiter: str
     quotes: bool
     """Whether fields may be quoted."""
+    missing: Sequence[str]
+    """Texts that stand for a missing number, besides those that always do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,9 @@ class CsvPart(TextPart):
                 newlines_in_values=self.layout.quotes,
                 invalid_row_handler=handler,
             ),
-            pyarrow.csv.ConvertOptions(null_values=NUMBER_MISSING, **convert),
+            pyarrow.csv.ConvertOptions(
+                null_values=[*NUMBER_MISSING, *self.layout.missing], **convert
+            ),
         )
         return _only_batch(table)
 
@@ -177,7 +181,8 @@ class CsvPart(TextPart):
             found = texts.take(pa.array(np.searchsorted(positions, wanted)))
             columns = dict(zip(types, found.columns, strict=True))
             for name in (name for name, kind in types.items() if kind == pa.float64()):
-                columns[name] = pa.array(numbers(columns[name], name), from_pandas=True)
+                found = numbers(columns[name], name, missing=self.layout.missing)
+                columns[name] = pa.array(found, from_pandas=True)
             return pa.RecordBatch.from_pydict(columns)
 
         return PartRows(count, bad, take)

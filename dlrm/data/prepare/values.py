@@ -7,6 +7,7 @@ fit. A missing number is NaN, a missing category is the text "".
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -22,24 +23,29 @@ from .text_hashes import hash_values, plain_bools
 
 NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
+    "?", "-", "--", ".", "<NA>", "NaT", "unknown", "Unknown",
 )  # fmt: skip
 """Texts that stand for a missing number."""
 FLOATS = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan(\(\w*\))?)$"
 ISO_TIMES = r"^\d{4}-\d\d-\d\d([ T]\d\d(:?\d\d(:?\d\d(\.\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
 """All texts that pyarrow reads as numbers and as times, and some that it doesn't."""
+LONG = 40  # characters of a text that no advice repeats
 SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
 MISSING_TIME = np.iinfo(np.int64).min
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DAY = 86_400_000_000  # microseconds
 
 
-def numbers(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[np.float64]:
+def numbers(
+    array: pa.Array, name: str, marks: Marks | None = None, missing: Sequence[str] = ()
+) -> NDArray[np.float64]:
     """``[n]`` numbers; a missing one is NaN.
 
     Args:
         array: the column.
         name: its name.
         marks: how numbers are written that are texts; None: plainly, or with an exponent.
+        missing: more texts that stand for a missing number than those that always do.
 
     Raises:
         BadValue: a text is not a number, or a number is infinite.
@@ -47,7 +53,7 @@ def numbers(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
     array = decoded(array)
     kind = array.type
     if is_text(kind):
-        array = _parsed_numbers(array, name, marks)
+        array = _parsed_numbers(array, name, marks, missing)
     elif pa.types.is_boolean(kind):
         array = array.cast(pa.uint8())
     elif pa.types.is_time(kind):  # of the day: seconds
@@ -286,10 +292,18 @@ def as_texts(values: pa.Array, name: str) -> pa.Array:
         ) from None
 
 
-def _parsed_numbers(array: pa.Array, name: str, marks: Marks | None) -> pa.Array:
-    array = pc.utf8_trim_whitespace(array)
-    absent = pc.is_in(array, pa.array(NUMBER_MISSING, array.type))
-    array = pc.if_else(absent, pa.scalar(None, array.type), array)
+def without_texts(array: pa.Array, missing: Sequence[str]) -> pa.Array:
+    """The column with null in place of texts that stand for a missing value."""
+    if not is_text(array.type):
+        return array
+    absent = pc.is_in(array, pa.array(missing, array.type))
+    return pc.if_else(absent, pa.scalar(None, array.type), array)
+
+
+def _parsed_numbers(
+    array: pa.Array, name: str, marks: Marks | None, missing: Sequence[str]
+) -> pa.Array:
+    array = without_texts(pc.utf8_trim_whitespace(array), [*NUMBER_MISSING, *missing])
     if marks is not None:
         fitting = pc.match_substring_regex(array, marks.pattern).fill_null(True)
         if len(rows := np.flatnonzero(~fitting.to_numpy(zero_copy_only=False))):
@@ -311,6 +325,8 @@ def _no_number(text: str, name: str, marks: Marks | None) -> str:
     """What is wrong with a text, and the remedy."""
     written = f" with {marks}" if marks is not None else ""
     remedy = f"correct it, or set columns: {{{name}: category}}"
+    if len(text) < LONG:  # quoted as in JSON, which is YAML as well
+        remedy += f" or missing: [{json.dumps(text, ensure_ascii=False)}]"
     if found := find_marks(pa.array([text]), 1):
         known = found.marks
         told = f'decimal: "{known.decimal}"' if known else 'decimal: "," or thousands: ","'
@@ -320,9 +336,7 @@ def _no_number(text: str, name: str, marks: Marks | None) -> str:
 
 
 def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str | None) -> pa.Array:
-    array = pc.utf8_trim_whitespace(array)
-    absent = pc.is_in(array, pa.array({*missing, *NUMBER_MISSING}, array.type))
-    array = pc.if_else(absent, pa.scalar(None, array.type), array)
+    array = without_texts(pc.utf8_trim_whitespace(array), [*NUMBER_MISSING, *missing])
     if form is not None:
 
         def parse(part: pa.Array) -> pa.Array:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zipfile
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from dlrm.data.prepare import infer
 from dlrm.data.prepare.column_options import build_options, read_options
@@ -46,6 +48,31 @@ def test_a_row_that_does_not_fit(tmp_path, line, message):
     with pytest.raises(ValueError, match=rf"rows.csv, {message}"):
         prepare(path, tmp_path)
     assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_texts_that_stand_for_a_missing_number(tmp_path):
+    """The error of another text tells a remedy, which works."""
+    lines = [*GOOD[:101], "1,?,a", "0,-,b", "1,no idea,a", *GOOD[101:]]
+    path = write(tmp_path / "rows.csv", lines)
+    with pytest.raises(ValueError, match=r"row 103, .*: 'no idea' is not") as raised:
+        prepare(path, tmp_path)
+    remedy = yaml.safe_load(re.search(r"missing: \[.*?\]", str(raised.value))[0])
+    meta = prepare(path, tmp_path, **remedy, split={"train": 1, "val": 0, "test": 0})
+    assert meta.splits["train"].rows == 303
+    prices = pq.read_table(tmp_path / "out" / "train.parquet")["price"].to_pylist()
+    assert prices[100:103] == [0] * 3
+
+
+@pytest.mark.parametrize("first", ["", "\n", GOOD[0] + "\n"])
+def test_files_without_rows_among_others(tmp_path, capsys, first):
+    """An empty file ended the program; if the first had a header alone, numbers became ids."""
+    paths = [tmp_path / f"day_{i}.csv" for i in range(4)]
+    for path, text in zip(paths, (first, "\n".join(GOOD), "", GOOD[0]), strict=True):
+        path.write_text(text)
+    meta = prepare(list(paths), tmp_path)
+    assert (meta.dense[0], sum(split.rows for split in meta.splits.values())) == ("price", 300)
+    assert "day_2.csv" in (told := capsys.readouterr().err)
+    assert "counts as 0 rows" in told
 
 
 def test_the_row_of_a_quoted_field_with_line_ends(tmp_path):

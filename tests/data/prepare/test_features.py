@@ -168,8 +168,20 @@ def test_a_number_far_beyond_those_of_the_training_rows_is_noted_and_limited(tmp
     assert tables["test"]["x"].to_pylist()[9:12] == pytest.approx([x[189], -100, 100])
     assert set(tables["test"]["one"].to_pylist()) == {0}, "the training rows have one number"
     told = capsys.readouterr().err
-    assert "note: x has 2 numbers beyond 100, such as -1e+30, and most are below 4" in told
+    assert "note: x has 2 numbers such as -1e+30, far beyond the others: they count as -100" in told
     assert "set columns: {x: {kind: number, transform: robust}}" in told
+
+
+@pytest.mark.parametrize("transform", ["none", "standard"])
+def test_an_absurd_number_spoils_no_transform_that_is_given(tmp_path, capsys, transform):
+    """With 1e30 in a training row, `none` diverged and `standard` made all others 0."""
+    x = np.random.default_rng(0).normal(20, 10, size=200)
+    columns = {"label": [0, 1] * 100, "c": ["a", "b"] * 100, "x": [*x[:50], 1e30, *x[51:]]}
+    tables = prepare(tmp_path, columns, columns={"x": {"kind": "number", "transform": transform}})
+    found = np.array(tables["train"]["x"])
+    assert np.abs(found).max() < 20_000
+    assert np.delete(found, 50).std() > 0.1
+    assert "note: x has 1 number such as 1e+30, far beyond the others" in capsys.readouterr().err
 
 
 def test_a_table_of_numbers_alone_gets_buckets_as_ids(tmp_path):
