@@ -7,15 +7,13 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from dlrm.commands.apply import apply_delta
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
 from dlrm.data.days import day_names, next_day
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
-from dlrm.export.days import export_day
+from dlrm.export.days import export_day, in_own_process
 from dlrm.training import tracking
 from dlrm.training.loaders import DayLoader
 from dlrm.utils.messages import print_error
@@ -95,14 +93,10 @@ class FollowingRun(Run):
         self._say(text)
 
     def _export(self, directory: Path) -> None:
-        """Export the state after a day, which has been saved, in the first process."""
-        with self.clock.part("checkpoint"):
-            self.checkpoints.writer.wait()
-            run, day = self.checkpoints.run, self.train_data.path.name
-            if not self.world.first:
-                return
-            with torch.random.fork_rng(devices=[]):  # tracing draws, the run must not
-                export_day(self.directory, run, self.steps, directory, day, apply_delta())
+        """Export the state after a day as soon as it is saved, while training continues."""
+        run, day = self.checkpoints.run, self.train_data.path.name
+        given = self.directory, run, self.steps, directory, day
+        self.checkpoints.writer.then(partial(in_own_process, export_latest, *given))
 
     # The next day -----------------------------------------------------------------------------
 
@@ -140,11 +134,17 @@ class FollowingRun(Run):
     def _pause(self, seconds: int) -> None:
         for _ in range(seconds):
             time.sleep(1)
+            self.checkpoints.writer.check()
             self.held_out.interruption.check(self._stop)
 
     def _say(self, text: str) -> None:
         if not self.silent:
             print(text, flush=True)  # days may pass before the next line
+
+
+def export_latest(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:
+    """Export the latest checkpoint of a run, as :func:`~dlrm.export.days.export_day`."""
+    export_day(run, run_id, step, directory, day, apply_delta())
 
 
 def _has_rows(day: Path) -> bool:

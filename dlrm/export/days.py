@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from typing import Any
 
 from dlrm.export.delta import DELTA, export_delta
 from dlrm.export.directory import MANIFEST, ExportOptions, export_run, read_manifest
 from dlrm.export.programs import has_compiler
+from dlrm.utils.signals import SIGNALS
 
 KEPT = 2  # exports in full
+
+
+def in_own_process(work: Callable[..., None], *given: Any) -> None:
+    """Call a function in a process of its own, which leaves the cores to this one, draws none of
+    its random numbers, and ends with it.
+
+    Raises:
+        OSError: the process was killed.
+        Exception: what the function raises.
+    """
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin) as pool:
+            pool.submit(work, *given).result()
+    except BrokenProcessPool as error:
+        raise OSError("the process that exports was killed: is there enough memory?") from error
+
+
+def _begin() -> None:
+    """Make this process one that leaves the others the cores, and that ends with its parent."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for number in SIGNALS:  # which a terminal sends to both
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(10)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def export_day(

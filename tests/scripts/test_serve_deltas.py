@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dlrm
+from dlrm.export.days import in_own_process
 from dlrm.kernels.dynamic.slot_index import EMPTY
 
 pytest.importorskip("starlette")
@@ -46,7 +49,7 @@ def followed(tmp_path_factory, programs):
     shutil.copytree(directory / "all" / "day_0", days / "day_0")
     given = ["--follow", days, "--output", directory, "--name", "run", "--follow_export", exports]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("dlrm.export.days.has_compiler", lambda: False)
+        patched.setenv("CXX", "none")
         programs("dlrm.commands.train", *given, *SMALL)
         shutil.copytree(exports / "day_0", directory / "base")
         shutil.copytree(directory / "all", days, dirs_exist_ok=True)
@@ -91,7 +94,7 @@ def test_each_day_is_exported_as_a_delta_with_the_ids_that_left(followed, run, t
 def test_an_export_that_was_cut_off_is_made_again_and_strangers_are_refused(
     followed, run, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("dlrm.export.days.has_compiler", lambda: False)
+    monkeypatch.setenv("CXX", "none")
     made, exports = tmp_path / "run", tmp_path / "exports"
     shutil.copytree(followed.run, made)
     shutil.copytree(followed.exports, exports)
@@ -105,6 +108,33 @@ def test_an_export_that_was_cut_off_is_made_again_and_strangers_are_refused(
     given = ["--follow", followed.days, "--output", tmp_path, "--name", "other", *SMALL]
     refused = run("train", *given, "--follow_export", exports, status=2)
     assert f"follow_export is {exports}, where day_1 is of another run" in refused.stderr
+
+
+def test_the_process_that_exports_ends_with_its_parent(tmp_path):
+    made, children = tmp_path / "run.py", tmp_path / "children"
+    made.write_text(
+        "import os\nfrom dlrm.export.days import in_own_process\nif __name__ == '__main__':\n"
+        f"    in_own_process(os.system, 'echo $PPID > {children}; sleep 30')\n"
+    )
+    parent = subprocess.Popen([sys.executable, made], cwd=ROOT)
+    while not (children.exists() and children.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+
+    state = Path(f"/proc/{children.read_text().strip()}/stat")
+    deadline = time.time() + 20
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.time() < deadline
+        time.sleep(0.05)
+
+
+def test_errors_of_the_process_that_exports_are_raised():
+    with pytest.raises(ValueError, match="invalid literal"):
+        in_own_process(int, "x")
+    with pytest.raises(OSError, match="the process that exports was killed: is there enough"):
+        in_own_process(signal.raise_signal, signal.SIGKILL)
 
 
 def test_deltas_in_another_order_twice_or_after_a_gap_are_refused(followed, tmp_path):

@@ -744,6 +744,20 @@ def test_a_checkpoint_that_is_wanted_is_waited_for(keep, best, saving, tmp_path)
     assert names(tmp_path)[-2:] == ["step_2", "step_3"]
 
 
+def test_other_work_is_done_before_the_next_checkpoint_while_training_continues(saving, tmp_path):
+    own, step, gate = saving()
+    gate.set()
+    step(1)
+    proceed, found = threading.Event(), []
+    own.then(lambda: found.append(proceed.wait(60) and indexed(tmp_path)[0]))
+    step(2)
+    step(3)  # in its place
+    proceed.set()
+    own.wait()
+    assert found == ["step_1"]
+    assert names(tmp_path) == ["index.json", "step_1", "step_3"]
+
+
 def test_without_room_for_copies_training_waits(saving, monkeypatch, tmp_path):
     own, step, gate = saving()
     monkeypatch.setattr(snapshot, "free_memory", lambda device: 0)

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -99,7 +99,7 @@ class CheckpointWriter:
         self.index, self.stalled, self.copied = index, 0.0, 0
         self._directory, self._run, self._world, self._keep = directory, run, world, keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writes: list[tuple[list[Draft], Future[None]]] = []  # at most two, in their order
+        self._writes: list[tuple[list[Draft], Future[None]]] = []  # in their order
         self._leaving = threading.Event()
         self._last: Path | None = None  # the one that may still be written
 
@@ -128,6 +128,14 @@ class CheckpointWriter:
         if not copied:
             self._drain()
         self.stalled += time.perf_counter() - began
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do some work in the thread of the first process, between this checkpoint and the next.
+
+        Its error is raised like one of a checkpoint.
+        """
+        if self._world.first:
+            self._writes.append(([], self._thread.submit(work)))
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written.
@@ -179,15 +187,15 @@ class CheckpointWriter:
         self.check()
         if self._world.size > 1 or self._keep > KEPT:
             self._drain()
-        elif len(self._writes) == 2:
-            waiting, write = self._writes[1]
-            wanted = any(each.best for each in waiting) and not best
+        elif len(self._writes) > 1:
+            waiting, write = self._writes[-1]
+            wanted = not waiting or (waiting[0].best and not best)  # other work is always wanted
             if not wanted and write.cancel():
                 waiting.clear()
                 self._writes.pop()
-            else:
-                self._writes[0][1].exception()
-                self.check()
+        while len(self._writes) > 1:
+            self._writes[0][1].exception()
+            self.check()
 
     def _write(self, waiting: list[Draft]) -> None:
         """Write the part of this process, and complete the checkpoint in the first one."""
