@@ -155,7 +155,7 @@ class Runner:
                 "choose another --runs, or remove it"
             )
 
-        if "rows" not in result:
+        if "rows" not in result or resolved["follow"]:  # of its last day
             return
         data = resolved["data"]
         if result["rows"] != Meta.read(data, allow_outside=True).counts:
