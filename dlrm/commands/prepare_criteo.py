@@ -24,7 +24,8 @@ digits, may be empty), as in Kaggle's train.txt or Terabyte's day_0 .. day_23; p
 Output in DIR: train.parquet, val.parquet and test.parquet (label uint8, I1..I13 float32, C1..C26
 int32); vocabulary/C1.parquet .. C26.parquet (value, id, count; the row number is the id; value ""
 is a missing value, null stands for all values without their own id); bad_rows.json; and meta.json,
-written last. Ids start at 0, in order of falling frequency in the rows of the vocabulary.
+written last. Ids start at 0, in order of falling frequency in the rows of the vocabulary. With
+--ids hash, C1..C26 are int64 and the vocabularies are empty.
 
 If the program is killed, start it again with the same options: it continues, and the output has the
 same bytes. While it runs, DIR/.prepare takes up to 180 bytes per row, including the output.
@@ -35,6 +36,8 @@ Examples:
   dlrm prepare --criteo sample.tsv.gz --output data/sample --split 0.85 0 0.15 --min-count 2
   dlrm prepare --criteo day_{0..23}.gz --output data/terabyte --cap 40000000 --vocabulary all
   dlrm prepare --criteo new.txt --output data/new --ids-of data/kaggle --split 0 0 1
+  dlrm prepare --criteo day_0 --output days/00 --ids hash --split 1 0 0
+  dlrm prepare --criteo day_1 --output days/01 --ids-of days/00 --split 1 0 0
   dlrm prepare --criteo day_8 --output data/8 --ids-of data/7 --append-new --split 0.9 0.1 0
 """
 
@@ -118,6 +121,14 @@ def _parser() -> Parser:
         "of the rows if there is only one such file. Or three numbers: the shares of train, val "
         "and test, which follow one another in this order (0.85 0 0.15; a share may be 0). "
         "Default: days",
+    )
+    add(
+        "--ids",
+        choices=("vocabulary", "hash"),
+        default=default.ids,
+        help="vocabulary: contiguous ids of the values. hash: the hexadecimal values themselves, "
+        "for train.py --emb dynamic, without a pass over the rows to number them. Default: "
+        "vocabulary",
     )
     add(
         "--vocabulary",

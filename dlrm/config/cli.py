@@ -20,7 +20,7 @@ from dlrm.config.model_spec import ModelSpec
 from dlrm.config.options import Option, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, OptimConfig, RunConfig
 from dlrm.data.days import first_day
-from dlrm.embeddings.common.budget import row_bytes
+from dlrm.embeddings.common.budget import MANY_IDS, row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
@@ -343,7 +343,8 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
             print_error(f"note: {option} has no effect, --budget sets it")
     dim = spec["embedding_dim"]
     without = 4 * dim / row_bytes(dim, config.tables_dtype)
-    if config.emb not in UNCOMPRESSED and compression <= without:
+    known = max(spec["num_embeddings"]) < MANY_IDS
+    if config.emb not in UNCOMPRESSED and known and compression <= without:
         why = "its tables are no smaller than dense ones; try --budget 10x"
         if config.budget:
             why = "dense tables fit into --budget; lower it"

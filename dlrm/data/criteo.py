@@ -30,6 +30,8 @@ class Options:
 
     split: tuple[str, ...] = ("days",)
     """``("days",)``, or the shares of train, val and test in row order, as decimals."""
+    ids: Literal["vocabulary", "hash"] = "vocabulary"
+    """Positions in a vocabulary, or the hexadecimal values themselves, for ``--emb dynamic``."""
     vocabulary: Literal["train", "all"] = "train"
     """The rows whose values get their own ids."""
     min_count: int = 1
@@ -63,11 +65,19 @@ class Options:
         if self.forget is not None and not self.append_new:
             raise ValueError(NOTHING_TO_EVICT)
 
+        # Of ids that are not positions in a vocabulary.
+        without = {"min_count": 1, "vocabulary": "train", "append_new": False}
+        given = [name for name, default in without.items() if getattr(self, name) != default]
+        if self.ids == "hash" and given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise ValueError(f"--ids hash makes no vocabulary, as {option} needs: drop {option}")
+
     def as_dict(self) -> dict[str, Any]:
-        """The options as ``meta.json`` has them; those of earlier versions had no append_new and no
-        forget."""
+        """The options as ``meta.json`` has them; those of earlier versions had no append_new, no
+        forget and no ids."""
         content = asdict(self) | {"append_new": self.append_new or None}
-        return {name: value for name, value in content.items() if name != "forget" or value}
+        absent = {"forget": None, "ids": "vocabulary"}
+        return {n: v for n, v in content.items() if n not in absent or v != absent[n]}
 
 
 def prepare(
@@ -135,17 +145,19 @@ def inherit_options(options: Options) -> Options:
 
     # Options that are given must be those of the earlier data.
     inherited: dict[str, Any] = {}
-    for name in ("vocabulary", "min_count", "cap", "dense_transform"):
+    known = {"ids": "vocabulary", **meta.options}
+    for name in ("ids", "vocabulary", "min_count", "cap", "dense_transform"):
         flag = f"--{name.replace('_', '-')}"
-        if name not in meta.options:
+        if name not in known:
             raise ValueError(f"--ids-of {directory}: this data was not made by prepare_criteo.py")
-        inherited[name], given = meta.options[name], getattr(options, name)
+        inherited[name], given = known[name], getattr(options, name)
         if given not in (getattr(Options(), name), inherited[name]):
             how = "without it" if inherited[name] is None else f"with {inherited[name]}"
             raise ValueError(
                 f"{flag} is {given}, but {directory} was prepared {how}: leave the option out, it "
                 "is taken from the data of --ids-of"
             )
+    options = replace(options, **inherited)
 
     # The earlier data must have what new ids need.
     if options.append_new:
@@ -157,9 +169,10 @@ def inherit_options(options: Options) -> Options:
         )
     for column in meta.categorical:
         with open_vocabulary(directory / Meta.vocabulary_file(column.name), directory) as file:
-            if (rows := file.metadata.num_rows) != column.cardinality:
+            rows = file.metadata.num_rows
+            if rows != column.cardinality and options.ids == "vocabulary":
                 raise ValueError(f"it has {rows} rows, {META_FILE} says {column.cardinality}")
-    return replace(options, **inherited)
+    return options
 
 
 def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:

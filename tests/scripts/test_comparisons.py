@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from dlrm.config.cli import parse
@@ -293,6 +294,36 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
         assert (tmp_path / plot).stat().st_size > 10_000
     assert main([*given, "--only", "third"]) == 2
     assert "has no prepared log third: make it with" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_kinds_over_days(script, tmp_path, capsys):
+    """All kinds see the same rows in the same order, and finished runs are not repeated."""
+    out = tmp_path / "out.json"
+    given = ["--only", "drift", "--rows", 1500, "--days", 3, "--seeds", 1, "--json", out]
+    given += ["--work", tmp_path, "--runs", tmp_path / "runs", "--plot", tmp_path / "plot.png"]
+    given += ["--ratios", 2, "--options", *SMALL[:4]]
+    given = [*map(str, given), "--kinds"]
+    kinds = ["first", "hash", "dynamic:int8@all,dynamic.admit=2", "dynamic"]
+    for known in (kinds[:2], kinds):
+        assert script("days").main([*given, *known]) == 0
+
+    summary = json.loads(out.read_text())["summary"]
+    assert [row["kind"] for row in summary] == ["dense", *kinds]
+    assert all(len(row["days"]) == 2 and row["spread"] is None for row in summary)
+    assert [row["bytes"] < summary[0]["bytes"] for row in summary] == [False] + 4 * [True]
+    assert "drift        1x" in capsys.readouterr().out
+    assert (tmp_path / "plot.png").stat().st_size
+
+    files = [
+        sorted(tmp_path.glob(f"drift/{ids}/*/*.parquet")) for ids in ("all", "first", "hashes")
+    ]
+    days = [pq.ParquetDataset(own).read() for own in files]
+    for column in ("item", "hour"):
+        whole, first, hashes = (rows[column].to_numpy() for rows in days)
+        assert len(set(whole)) == len(set(hashes)) >= len(set(first))
+        assert len(set(zip(whole, hashes, strict=True))) == len(set(whole))
+        assert set(first[500:]) <= {*first[:500], first[:500].max() + 1}
 
 
 def test_trees_see_the_labels_of_earlier_rows_alone(script):

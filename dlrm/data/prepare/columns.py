@@ -149,7 +149,7 @@ class ColumnPlan:
     @property
     def hashed(self) -> bool:
         """Whether ids are hashes of the values."""
-        return not self.hexadecimal and self.options.ids == "hash"
+        return self.options.ids == "hash"
 
     @cached_property
     def rated(self) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def criteo_plan(options: Mapping[str, Any]) -> ColumnPlan:
         Column(name=name, found="text", why="Criteo", options=own) for name, own in kinds.items()
     ]
     return ColumnPlan(
-        options=TableOptions(transform=transform),
+        options=TableOptions(transform=transform, ids=options.get("ids", "vocabulary")),
         columns=tuple(columns),
         hexadecimal=True,
         cap=options.get("cap"),

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ..schema import HASHED
+from .hex_keys import MISSING
 
 
 def hash_values(values: pa.Array, buckets: int) -> pa.Array:
@@ -17,7 +18,14 @@ def hash_values(values: pa.Array, buckets: int) -> pa.Array:
 
 
 def hashed_ids(values: pa.Array) -> NDArray[np.int64]:
-    """The id of each text where ids are hashes, in ``[0, 2^63 - 1)``."""
+    """The id of each value where ids are hashes, in ``[0, 2^63 - 1)``.
+
+    Args:
+        values: texts; or the integer keys of hex digits, which are hashes already.
+    """
+    if pa.types.is_integer(values.type):
+        keys = values.to_numpy()
+        return np.where(keys == MISSING, 1 << 32, keys)
     return (hash_texts(values.cast(pa.large_string())) % np.uint64(HASHED)).astype(np.int64)
 
 

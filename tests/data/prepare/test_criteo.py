@@ -24,8 +24,9 @@ from dlrm.data import criteo
 from dlrm.data.criteo import Options, prepare, split_rows
 from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare import learner, split_writer
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.workspace import Workspace
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, HASHED, SPLITS, Meta
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "data"
@@ -189,6 +190,38 @@ def test_later_rows_get_the_ids_of_those_prepared_before(raw, tmp_path, options)
         assert table[described.name].to_pylist() == [ids.get(v, described.oov_id) for v in values]
         unlisted += sum(v not in ids for v in values)
     assert unlisted or options.cap == 1
+
+
+@pytest.mark.parametrize("cap", [None, 50])
+def test_hashed_ids_are_the_values_themselves(raw, tmp_path, cap):
+    whole, later = tmp_path / "whole", tmp_path / "later"
+    old = quiet(raw, whole, Options(ids="hash", cap=cap), block_bytes=BLOCK)
+    given = Options(split=("1", "0", "0"), ids_of=str(whole))
+    new = quiet(write_raw(tmp_path / "day", days := raw_rows(90, seed=1)), later, given)
+    assert (new.categorical, new.fingerprint) == (old.categorical, old.fingerprint)
+    assert {column.cardinality for column in old.categorical} == {HASHED}
+    assert not old.effects
+
+    # Those of a day, and of rows that are scored.
+    (scored, _, _), *_ = Transform.load(whole).read([raw])
+    ranges = split_rows(("days",), [ROWS])
+    tables = [
+        *((pq.read_table(whole / f"{split}.parquet"), raw_rows(ROWS)[ranges[split].start :])
+        for split in SPLITS),
+        (pq.read_table(later / "train.parquet"), days),
+        (scored, raw_rows(ROWS)),
+    ]  # fmt: skip
+    for table, rows in tables:
+        for column, name in enumerate(CRITEO_CATEGORICAL, 14):
+            values = [int(row[column], 16) if row[column] else None for row in rows]
+            ids = [2**32 if v is None else v % (cap or 2**32) for v in values]
+            assert table[name].to_pylist() == ids[: table.num_rows]
+
+    for more in ({"append_new": True}, {"append_new": True, "forget": 2}, {"min_count": 2}):
+        option = f"--{min(more).replace('_', '-')}"
+        with pytest.raises(ValueError, match=f"--ids hash makes no vocabulary, .*: drop {option}|"
+                           "--min-count is 2, but"):  # fmt: skip
+            quiet(raw, tmp_path / "no", Options(ids_of=str(whole), **more))
 
 
 def test_ids_that_cannot_be_taken_over(raw, tmp_path):
@@ -660,6 +693,9 @@ def test_nothing_to_train_on(raw, tmp_path):
         ({"limit": 0}, "--limit is 0; it must be at least 1"),
         ({"vocabulary": "tain"}, "--vocabulary is 'tain', did you mean 'train'"),
         ({"dense_transform": "log"}, "--dense-transform is 'log', did you mean 'log"),
+        ({"ids": "hash", "vocabulary": "all"}, "no vocabulary, as --vocabulary needs: drop"),
+        ({"ids": "hash", "min_count": 2}, "no vocabulary, as --min-count needs: drop"),
+        ({"ids": "hashes"}, "--ids is 'hashes', did you mean 'hash'"),
         ({"bad_rows": "keep"}, "--bad-rows is 'keep'; valid: skip, skip-all, stop"),
     ],
 )
