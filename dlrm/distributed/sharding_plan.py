@@ -67,7 +67,8 @@ def make_sharding_plan(
         tables: sharding types of single tables by name.
         threshold: replicate dense tables with fewer rows; None: with fewer than ``LARGE`` weights.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
-        exchange: peers, collective, or auto: peers if GPUs of one host can access each other.
+        exchange: peers, collective, or auto: peers if GPUs of one host can access each other. With
+            ``counts``, bags are exchanged by collectives.
 
     Returns:
         None if nothing is sharded: with one process, or if all tables are replicated.
@@ -106,15 +107,17 @@ def make_sharding_plan(
             )
 
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
-    loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
+    known = None if counts is None else counts()
+    loads = [1.0] * len(names) if known is None else [float(count.sum()) for count in known]
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
-    peers = exchange == "peers" or (exchange == "auto" and peers_accessible(world))
+    linked = exchange == "peers" or (exchange == "auto" and peers_accessible(world))
+    peers = linked and known is None  # bags are summed by the holders of their rows
     # Up to a third of each GPU's memory, with optimizer state, whole tables are faster than
     # balanced memory.
-    gpus = range(torch.cuda.device_count()) if peers else []
+    gpus = range(torch.cuda.device_count()) if linked else []
     room = min((torch.cuda.get_device_properties(i).total_memory // 12 for i in gpus), default=0)
     shards = plan_shards(
-        num_embeddings, dim, world.size, sharding_types=types, loads=loads,
+        num_embeddings, dim, world.size, sharding_types=types, loads=loads, counts=known,
         page=page, room=room, column_wise=not (whole_rows or packed),
     )  # fmt: skip
 

@@ -65,6 +65,33 @@ def test_row_wise_shards_begin_at_pages():
     assert len(shard_columns(0, 5, 2, 3)) == 2
 
 
+def test_row_wise_shards_have_equal_shares_of_the_look_ups_that_are_counted():
+    counts = torch.tensor([50, 20, 10, 10, 5, 3, 1, 1])
+    shards = shard_rows(0, 8, 4, 2, counts=counts, by_count=True)
+    assert [(p.rows, p.share) for p in shards] == [((0, 1), 0.5), ((1, 8), 0.5)]
+    shards = shard_rows(0, 8, 4, 2, page=4, counts=counts)
+    assert [(p.rows, p.share) for p in shards] == [((0, 4), 0.9), ((4, 8), pytest.approx(0.1))]
+    unused = shard_rows(0, 8, 4, 2, counts=0 * counts, by_count=True)
+    assert sum(shard.height for shard in unused) == 8
+
+
+def test_a_busy_table_whose_columns_stay_together_is_cut_where_its_look_ups_are():
+    """Most of them find the first rows: equally many rows would leave one rank with all the work.
+    Tables whose rows were not counted are placed whole."""
+    sizes, types = [1000, 1000, 1000], ["auto"] * 3
+    counts = [100_000 / torch.arange(1, 1001), torch.tensor([10]), torch.tensor([10])]
+    loads = [float(count.sum()) for count in counts]
+    options = {"sharding_types": types, "loads": loads, "column_wise": False}
+    whole = plan_shards(sizes, 16, 4, **options)
+    counted = plan_shards(sizes, 16, 4, counts=counts, **options)
+    assert imbalance(whole, loads, 4) > 3.9
+    assert imbalance(counted, loads, 4) < 2.4
+    busiest = [shard for shard in counted if shard.table == 0]
+    assert [shard.rank for shard in busiest] == [0, 1, 2, 3]
+    assert all(shard.share == pytest.approx(0.25, abs=0.07) for shard in busiest)
+    assert busiest[0].height < busiest[-1].height / 10
+
+
 def test_replicated_tables_have_no_shard_and_more_ranks_than_tables_do():
     shards = plan_shards([50, 60], 64, 4, sharding_types=["replicate", "table"])
     assert [(p.table, p.rank) for p in shards] == [(1, 0)]

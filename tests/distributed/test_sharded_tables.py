@@ -93,6 +93,11 @@ def test_peers_are_for_processes_of_one_host(monkeypatch):
     found = make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="peers")
     assert found.peers
     assert found.text.endswith("exchange by peers")
+    bags = make_sharding_plan(
+        world, NAMES, RECIPE, lambda: [torch.ones(5)] * 3, threshold=100, exchange="peers"
+    )
+    assert not bags.peers  # no memory for peers, who never read the rows of bags
+    assert bags.text.endswith("exchange by collectives")
     if not torch.cuda.is_available():  # auto: where GPUs reach each other
         assert not make_sharding_plan(world, NAMES, RECIPE, threshold=100).peers
     assert not make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
