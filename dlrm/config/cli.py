@@ -326,10 +326,10 @@ def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]
 
 
 def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
-    """Print what may be unexpected in a table plan.
+    """Print what may be unexpected in a model and its table plan.
 
-    These are options of the kind that have no effect, because a budget sets them; and a kind that
-    compresses nothing on this data.
+    These are options of the kind that have no effect, because a budget sets them; a kind that
+    compresses nothing on this data; and an interaction that many tables choose.
 
     Args:
         config: of the run.
@@ -353,6 +353,12 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
             why = f"no table is of that kind, as the largest has {largest:,} rows; lower "
             why += "--tables.threshold, or try --budget 10x"
         print_error(f"note: --emb {config.emb} compresses nothing here: {why}")
+    if config.model.interaction is None and spec["interaction"] == "dcn":
+        print_error(
+            f"note: {len(spec['plan']):,} tables interact by a cross network of rank "
+            f"{spec['cross_rank']}, as the dot products of all pairs would take most of the memory "
+            "(--model.interaction dot, --model.cross_rank)"
+        )
 
 
 def _methods(

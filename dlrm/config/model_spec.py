@@ -25,6 +25,8 @@ from dlrm.sparse_arch.table_plan import (
     with_pooling,
 )
 
+WIDE = 512  # tables; the top MLP would have a weight or more for each pair and unit: gigabytes
+
 
 class ModelSpec(TypedDict):
     """The arguments of :class:`dlrm.model.DLRM`, as a checkpoint stores them."""
@@ -79,6 +81,9 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
 
     shape = asdict(config.model)
     shape.pop("dropout")  # of training alone
+    wide = len(meta.tables) > WIDE
+    shape["interaction"] = config.model.interaction or ("dcn" if wide else "dot")
+    shape["cross_rank"] = config.model.cross_rank or (64 if wide else 512)
     spec = {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),

@@ -69,12 +69,14 @@ class ModelConfig:
     """Hidden sizes of the top MLP; a last layer of one output follows."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the outputs of hidden layers that are set to 0 in training, in both MLPs."""
-    interaction: Literal["dot", "dcn"] = "dot"
-    """How features interact: pairwise dot products, or the low-rank cross network of DCN-V2."""
+    interaction: Literal["dot", "dcn"] | None = None
+    """How features interact: pairwise dot products, or the low-rank cross network of DCN-V2.
+    Default: dot, and dcn for more than 512 tables, whose pairs would be most of the model."""
     cross_layers: Positive = 3
     """Number of layers of the cross network (dcn)."""
-    cross_rank: Positive = 512
-    """Rank of each layer of the cross network (dcn)."""
+    cross_rank: Positive | None = None
+    """Rank of each layer of the cross network (dcn). Default: 512, and 64 for more than 512
+    tables."""
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)

@@ -1,10 +1,12 @@
 """Models as a configuration describes them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dlrm.config.build import build_model, build_optimizers
-from dlrm.config.cli import parse
+from dlrm.config.cli import note_plan, parse
 from dlrm.config.model_spec import model_spec
 from dlrm.data import synthetic
 from dlrm.data.frequencies import IdStatistics
@@ -61,3 +63,19 @@ def test_a_budget_may_count_the_state_of_the_optimizer(data, kind, rule):
     assert 70_000 < sizes["training"][1] <= 80_000
     assert 70_000 < sizes["serving"][0] <= 80_000
     assert (sizes["serving"][1] > 80_000) == (rule != "sgd")
+
+
+@pytest.mark.parametrize(("tables", "interaction"), [(512, "dot"), (513, "dcn")])
+def test_many_tables_interact_by_a_cross_network(data, capsys, tables, interaction):
+    """The pairs of 2,500 tables took 13 GB of weights and gradients, for 40 rows."""
+    meta = Meta.read(data)
+    names = [replace(meta.categorical[0], name=f"C{i}") for i in range(tables)]
+    meta = replace(meta, categorical=tuple(names))
+    config = parse(["--data", str(data)], available())[0]
+    spec = model_spec(config, meta, IdStatistics(config.data, meta))
+    assert spec["interaction"] == interaction
+    note_plan(config, spec, 1.0)
+    told = capsys.readouterr().err
+    assert told.startswith("note: 513 tables interact by a cross network of rank 64") == (
+        interaction == "dcn"
+    )
