@@ -11,7 +11,6 @@ from dlrm.data.frequencies import Counts
 from dlrm.data.schema import Meta
 from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
-from dlrm.embeddings.tt import TT
 from dlrm.kernels.update.rules import OPTIONS, make_rule
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -35,8 +34,6 @@ def build_model(
 ) -> tuple[DLRM, ShardingPlan | None]:
     """The model of a run on the device of this process, and how its tables are sharded, if so.
 
-    Under plain SGD, tensor trains start from cores whose rows move as dense ones do.
-
     Args:
         config: of the run.
         spec: the arguments of the model.
@@ -48,10 +45,6 @@ def build_model(
     known = counts if meta.multi_hot else None
     sharding = make_sharding_plan(world, meta.tables, spec, known, rule, **options)
     model = DLRM(**spec, sharding=sharding, dropout=config.model.dropout)
-    if config.optim.embeddings == "sgd":
-        for group in model.sparse_arch.groups:
-            if isinstance(group, TT):
-                group.match_dense_steps()
     return model.to(world.device), sharding
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, Unpack
 
@@ -17,10 +18,17 @@ from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache, without_cache
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.embeddings.common.tt_budget import Planner, clip_ranks, slice_widths, tt_weights
-from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, scale_last, table_slices, tt_svd
+from dlrm.embeddings.common.tt_svd import (
+    fit_rows,
+    match_dense_steps,
+    mean_square,
+    table_slices,
+    tt_svd,
+)
 from dlrm.embeddings.drop import Drop
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors
+from dlrm.kernels.update.rules import before_sgd
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
 
@@ -131,6 +139,7 @@ class TT(CachesHotRows, Embedding):
             window = cache_window
             self.cache = RowCache(*sizes, decay=cache_decay, window=window, sparse=self.sparse)
         self._cache_first = self._check_cache_first(cache_first or 0, cache_rows)
+        self._mark_cores()
 
         self.reset_parameters()
         for module in (self.cores, self.cache) if self.dtype else ():
@@ -202,17 +211,16 @@ class TT(CachesHotRows, Embedding):
         for rows, cached in zip(self.num_embeddings, self._first_cached(), strict=False):
             cached.uniform_(-(rows**-0.5), rows**-0.5)
 
-    @torch.no_grad()
-    def match_dense_steps(self) -> None:
-        """Rescale the cores such that plain SGD moves a row as far as the row of a dense table.
+    def _mark_cores(self) -> None:
+        """Have an optimizer with plain SGD move rows as far as those of dense tables.
 
-        Rows change only by rounding: see :func:`scale_last`. Call it before training, and for plain
-        SGD only: the steps of Adagrad, Adam and similar rules do not depend on the size of a
-        gradient, and work best with the equal scales of :meth:`reset_parameters`.
+        Other rules work best with the equal scales of :meth:`reset_parameters`.
         """
-        if not self.cores[0].is_meta:
-            for table in range(self.num_tables):
-                scale_last(self._slices(table))
+        before_sgd(self.cores[0], partial(match_dense_steps, [*self.cores][1:], self._shape))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_cores()  # copies of parameters are not marked
 
     def _first_cached(self) -> Sequence[Tensor]:
         """Fill the cache with the ids that it has at first.

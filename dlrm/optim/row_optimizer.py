@@ -85,6 +85,8 @@ class RowOptimizer(torch.optim.Optimizer):
         if any(map(self._rounds, group["params"])):
             group["seed"] = torch.zeros((), dtype=torch.int64, device=device)
         for parameter in group["params"]:
+            if group["rule"] == "sgd" and hasattr(parameter, "before_sgd"):
+                parameter.before_sgd(parameter)
             states = self.state[parameter] = _new_state(parameter, _rule_of(group))
             if (reset_with_rows := row_states(parameter)) is not None:
                 reset_with_rows[:] = states.values()

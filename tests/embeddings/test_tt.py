@@ -172,7 +172,7 @@ def test_initial_entries_are_not_near_zero():
 def test_sgd_moves_rows_as_far_as_dense_ones(rows, dim, d, rank, keep):
     group = build("tt", [50, rows], dim, rank=rank, d=d, keep=[0, keep])
     before = group.rows(1, torch.arange(1000)).clone()
-    group.match_dense_steps()
+    RowOptimizer(group.parameters(), "sgd")
     torch.testing.assert_close(group.rows(1, torch.arange(1000)), before, rtol=1e-4, atol=1e-7)
     parameters, start = list(group.cores), copy.deepcopy(group.state_dict())
     moved = []
@@ -192,10 +192,17 @@ def test_cores_of_zeros_are_not_rescaled():
     group = build("tt", [5000], 8, rank=4)
     group.cores[0].data.zero_()
     others = [core.clone() for core in group.cores[1:]]
-    group.match_dense_steps()
+    RowOptimizer(group.parameters(), "sgd")
     assert all(map(torch.equal, group.cores[1:], others))
     with torch.device("meta"):
-        build("tt", [5000], 8, rank=4).match_dense_steps()
+        RowOptimizer(build("tt", [5000], 8, rank=4).parameters(), "sgd")
+
+
+def test_copies_are_rescaled_for_sgd_and_no_others_are():
+    group = build("tt", [5000], 8, rank=4)
+    for rule, copied in (("adam", group), ("sgd", copy.deepcopy(group))):
+        RowOptimizer(copied.parameters(), rule)
+        assert torch.equal(copied.cores[0], group.cores[0]) == (rule != "sgd")
 
 
 def test_ranks_are_cut_to_what_a_table_can_use():

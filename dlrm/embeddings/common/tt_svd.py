@@ -63,6 +63,15 @@ def mean_square(cores: Sequence[Tensor]) -> float:
     return left_grams(cores)[-1].item() / entries
 
 
+@torch.no_grad()
+def match_dense_steps(others: Sequence[Tensor], shape: TTShape, first: Tensor) -> None:
+    """Rescale the cores of a group, ``first`` and the ``others``, for plain SGD: see
+    :func:`scale_last`."""
+    if not first.is_meta:
+        for table in range(len(shape.p)):
+            scale_last(table_slices([first, *others], shape, table))
+
+
 def scale_last(cores: Sequence[Tensor]) -> None:
     """Rescale cores in place: rows stay as they are, and SGD moves them as it moves dense ones.
 

@@ -18,6 +18,12 @@ from dlrm.kernels import tl, triton
 from dlrm.utils.messages import did_you_mean
 
 
+def before_sgd(parameter: Tensor, prepare: Callable[[Tensor], None]) -> None:
+    """Have an optimizer call ``prepare`` with the parameter before it moves it by plain SGD, whose
+    steps depend on how weights are scaled."""
+    parameter.before_sgd = prepare  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """A rule and the values of its options; those that it does not use stay at these defaults."""
