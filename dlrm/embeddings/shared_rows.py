@@ -15,6 +15,7 @@ from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.pool import lookup_bags
+from dlrm.kernels.lookup.source import Weight
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
 from dlrm.utils.bags import Bags
@@ -90,6 +91,10 @@ class SharedRows(Embedding):
         limit = sum(self.num_kept) // WIDE
         most = bisect_right(range(max(self.num_kept) + 1), limit, key=wide) - 1
         return tuple(min(own, most) for own in self.num_kept)
+
+    @property
+    def _source(self) -> Weight:
+        return Weight(self.weight)
 
     @property
     def _table_rows(self) -> TableRows:
@@ -169,16 +174,16 @@ class SharedRows(Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = rows_of_torch(ids, tables, self._table_rows)
-        return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter)
+        return lookup(self._source, rows, sparse=self.sparse, sorter=context.sorter)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_tables(
-            self.weight, self._table_rows, ids, sparse=self.sparse, sorter=context.sorter
+            self._source, self._table_rows, ids, sparse=self.sparse, sorter=context.sorter
         )
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_bags(
-            self.weight,
+            self._source,
             self._table_rows,
             bags,
             mode=self.mode,

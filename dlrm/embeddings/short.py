@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.budget import Budget, allocate
-from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
-from dlrm.kernels import use_triton
-from dlrm.kernels.lookup.pool import lookup_bags, pool_bags
-from dlrm.kernels.lookup.tables import TableRows, rows_of_torch
-from dlrm.utils.bags import Bags
+from dlrm.kernels.lookup.source import ShortRows
+from dlrm.kernels.lookup.tables import TableRows
 
 
 class Short(SharedRows):
@@ -71,38 +67,24 @@ class Short(SharedRows):
         super().__init__(num_embeddings, embedding_dim, stored, row_dim=per_row * dim, **common)
         self.dim, self.per_row, self.scale = dim, per_row, scale
         self.num_short = num_short
-        self.register_buffer("_num_short", torch.tensor(num_short), persistent=False)
-        self._num_short: Tensor  # [F], rows of each table, the shared one included
+
+        # The shared row comes first, as in tables in two parts; those of one type have one part.
+        last, wide = torch.tensor(num_short) - 1, torch.tensor(self.num_wide or stored)
+        narrow = self._offsets if self._narrow is None else self._narrow
+        starts, wide, narrow = (per_row * of_stored for of_stored in (self._offsets, wide, narrow))
+        short = torch.stack([starts, last, wide, narrow])
+        self.register_buffer("_short", short, persistent=False)
+        self._short: Tensor  # [4, F], see _table_rows; they count short rows
         self.reset_parameters()
 
-    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows, place = place_of(ids, self._num_short[tables], self.per_row)
-        stored = super().vectors(tables, rows, context)
-        return widen(stored, place, self.scale, self.dim, self.embedding_dim)
+    @property
+    def _source(self) -> ShortRows:
+        return ShortRows(self.weight, self.dim, self.embedding_dim, self.scale)
 
-    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows, place = place_of(ids, self._num_short[:, None], self.per_row)
-        stored = super().lookup(rows, context)
-        return widen(stored, place.t(), self.scale, self.dim, self.embedding_dim)
-
-    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if not use_triton(self.weight, None):
-            return Embedding.lookup_bags(self, bags.filled() if context.padded else bags, context)
-        tables = bags.tables(self.num_tables)
-        rows, place = place_of(bags.ids, self._num_short[tables], self.per_row)
-        rows = rows_of_torch(rows, tables, self._table_rows)
-
-        # The stored row of each id as a bag of one, so that the backward pass may update it; what
-        # lies beyond the last bag is in none.
-        ones = torch.arange(rows.numel() + 1, device=rows.device).minimum(bags.offsets[-1])
-        begin, of_rows = TableRows(self._offsets[:1]), replace(context, dtype=None)
-        stored = lookup_bags(
-            self.weight, begin, Bags(rows, ones), sparse=self.sparse, context=of_rows
-        ).squeeze(1)
-
-        short = widen(stored, place, self.scale, self.dim, self.dim)
-        pooled = pool_bags(short, bags, self.num_tables, mode=self.mode, dtype=context.dtype)
-        return functional.pad(pooled, (0, self.embedding_dim - self.dim))
+    @property
+    def _table_rows(self) -> TableRows:
+        starts, last, wide, narrow = self._short
+        return TableRows(starts, last=last, num_wide=wide, narrow_starts=narrow)
 
     def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
         """The first ``dim`` weights of the rows that are kept, and the mean of the others.
@@ -140,27 +122,3 @@ class Short(SharedRows):
 def scale_of(dim: int, embedding_dim: int) -> float:
     """The scale of rows of ``dim`` weights that are trained."""
     return round((embedding_dim / dim) ** 0.5, 2)
-
-
-def place_of(ids: Tensor, count: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
-    """The stored row of ids, and the place in it.
-
-    Args:
-        ids: any integer tensor ``[...]``.
-        count: short rows of the table of each, which broadcasts against ``ids``; the ids from
-            ``count - 1`` on share the first one.
-        per_row: short rows of a stored one.
-    """
-    index = (ids.minimum(count - 1) + 1) % count
-    return index // per_row, index % per_row
-
-
-def widen(stored: Tensor, place: Tensor, scale: float, dim: int, embedding_dim: int) -> Tensor:
-    """The ``dim`` weights at a ``place [...]`` of stored rows ``[..., k * dim]`` times ``scale``,
-    with zeros up to the embedding dim.
-    """
-    parts = stored.unflatten(-1, (-1, dim))
-    index = place[..., None, None].expand(*place.shape, 1, dim)
-    short = parts.gather(-2, index).squeeze(-2)
-    short = short if scale == 1 else short * scale
-    return functional.pad(short, (0, embedding_dim - dim))

@@ -17,9 +17,10 @@ from dlrm.embeddings.dynamic import Dynamic
 from dlrm.embeddings.offload import Offload
 from dlrm.embeddings.paged import Paged
 from dlrm.embeddings.shared_rows import SharedRows
-from dlrm.embeddings.short import Short, place_of, widen
+from dlrm.embeddings.short import Short
 from dlrm.embeddings.tt import TT
 from dlrm.export.rows import FloatRows, store_rows
+from dlrm.kernels.lookup.source import widen
 from dlrm.utils.offsets import row_offsets
 
 SMALL_SLICE = 512  # weights of a tensor-train slice, up to which it is copied
@@ -76,13 +77,16 @@ class ShortLookup(nn.Module):
         self.stored = RowLookup(group, precision)
         self.dim, self.embedding_dim, self.per_row = group.dim, group.embedding_dim, group.per_row
         self.scale = group.scale
-        self.register_buffer("num_short", group._num_short)
+        device = group.weight.device
+        self.register_buffer("num_short", torch.tensor(group.num_short, device=device))
         self.num_short: Tensor  # [F]
 
     def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
         """As in :class:`RowLookup`."""
-        rows, place = place_of(ids, self.num_short[tables], self.per_row)
-        return widen(self.stored(tables, rows), place, self.scale, self.dim, self.embedding_dim)
+        count = self.num_short[tables]
+        index = (ids.minimum(count - 1) + 1) % count  # the row that rare ids share comes first
+        stored = self.stored(tables, index // self.per_row)
+        return widen(stored, index % self.per_row, self.dim, self.embedding_dim) * self.scale
 
 
 class DynamicLookup(nn.Module):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from dlrm.embeddings import build, short
+from dlrm.embeddings import build
 from dlrm.embeddings.common.context import LookupContext
-from dlrm.embeddings.short import place_of
 from dlrm.kernels.lookup import pool
 from dlrm.kernels.lookup.pool import MODES
-from dlrm.optim import RowOptimizer, apply_in_backward
+from dlrm.optim import RowOptimizer
 from tests.kit import combinations
 
 
@@ -32,12 +31,9 @@ def test_rare_ids_share_the_row_that_is_stored_first():
 
 @pytest.mark.parametrize(("dim", "keep"), [(1, 90), (2, 30), (3, 7), (8, 5)])
 def test_every_row_has_a_place_of_its_own(dim, keep):
-    count, per_row = torch.tensor(keep + 1), 8 // dim
-    rows, place = place_of(torch.arange(100), count, per_row)
-    places = set(zip(rows.tolist(), place.tolist(), strict=True))
-    assert len(places) == keep + 1
-    assert max(rows) == -(-(keep + 1) // per_row) - 1
-    assert max(place) < per_row
+    group = build("short", [100], 8, dim=dim, keep=keep)
+    assert len(group.to_dense().unique(dim=0)) == keep + 1
+    assert len(group.weight) == -(-(keep + 1) // (8 // dim))
 
 
 def test_an_update_moves_the_weights_of_the_ids_that_were_used():
@@ -94,8 +90,7 @@ def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, 
         with monkeypatch.context() as patched:
             if kernels:
                 group, given = group.to(device), [each.to(device) for each in given]
-                for module in (short, pool):
-                    patched.setattr(module, "use_triton", lambda *_: True)
+                patched.setattr(pool, "use_triton", lambda *_: True)
             out = group(*given, context=LookupContext(padded=room > 0))
             arrived = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
             out.backward(arrived.to(out.dtype))
@@ -108,31 +103,6 @@ def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, 
     close = {"rtol": 0.02, "atol": 0.02} if dtype == "bf16" else {}
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], **close)
-
-
-@pytest.mark.parametrize("rule", ["sgd", "adam", "rowwise_adagrad"])
-@pytest.mark.parametrize("dtype", [None, "int8"])
-def test_the_backward_pass_of_bags_updates_the_stored_rows(monkeypatch, device, rule, dtype):
-    """As an optimizer does that gets the gradient; ids beyond the last offset change nothing."""
-    results = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        group = build("short", [50, 9], 8, dim=2, keep=20, dtype=dtype, check_ids=False).to(device)
-        optimizer = RowOptimizer(group.parameters(), rule, lr=0.1)
-        ids, offsets, _ = (each.to(device) for each in bags_of(RAGGED, 5 * fused))
-        with monkeypatch.context() as patched:
-            if fused:
-                for module in (short, pool):
-                    patched.setattr(module, "use_triton", lambda *_: True)
-                with apply_in_backward([optimizer]) as updates:
-                    context = LookupContext(updates=updates, padded=True)
-                    group(ids, offsets, context=context).sum().backward()
-            else:
-                group(ids, offsets).sum().backward()
-        assert (group.weight.grad is None) == fused
-        optimizer.step()
-        results.append(group.to_dense())
-    torch.testing.assert_close(*results, atol=1e-6 if dtype is None else 0.02, rtol=1e-5)
 
 
 def test_a_dim_that_is_not_possible_is_refused():

@@ -126,7 +126,7 @@ class Pages(RowSource):
             return self.group.new_empty(groups, count, dtype=torch.int64)
         return None
 
-    def submit(self, sorter: RowSorter, flat: Tensor) -> None:
+    def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:
         for rows, (block, *_) in zip(flat, self.groups, strict=True):
             sorter.submit(block, rows)
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
-from dlrm.kernels.lookup.source import Weight, row_gradient
+from dlrm.kernels.lookup.source import RowSource, Weight
 from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, lookup, rows_of_torch, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
@@ -60,6 +60,7 @@ NO_BAG_CONTEXT = BagContext()
 class _Request:
     """A look-up of bags, without the tensors that get gradients."""
 
+    source: RowSource
     ids: Tensor | None  # None: look-up k is of row k
     offsets: Tensor
     num_tables: int
@@ -85,7 +86,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor | None, request: _Request) -> Tensor:
-        ids, context, dim = request.ids, request.context, weight.shape[1]
+        ids, context, dim = request.ids, request.context, request.source.width
         shape = request.batch, request.num_tables, dim
         out = weight.new_empty(shape, dtype=context.dtype or weight.dtype)
 
@@ -101,18 +102,19 @@ class _Pool(torch.autograd.Function):
         if learns and request.mode == "max":
             chosen = torch.empty(shape, dtype=torch.int64, device=weight.device)
 
-        _launch(request, weight, scale, out, flat, owners, chosen)
-        if flat is not None and ctx.needs_input_grad[0] and context.sorter is not None:
-            context.sorter.submit(weight, flat, owners)
-        ctx.save_for_backward(weight, scale, flat, owners, chosen)
+        _launch(request, scale, out, flat, owners, chosen)
+        entries = None if flat is None else request.source.entries(flat)
+        if entries is not None and ctx.needs_input_grad[0] and context.sorter is not None:
+            request.source.submit(context.sorter, entries, owners)
+        ctx.save_for_backward(weight, scale, flat, entries, owners, chosen)
         ctx.request = request
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, flat, owners, chosen = ctx.saved_tensors
-        request, dim = ctx.request, weight.shape[1]
+        weight, scale, flat, entries, owners, chosen = ctx.saved_tensors
+        request, dim = ctx.request, ctx.request.source.width
         if request.update is not None and request.update.due:
             _apply(request, weight, flat, owners, grad.reshape(-1, dim))
             return None, None, None
@@ -126,7 +128,7 @@ class _Pool(torch.autograd.Function):
 
         grid, sizes = tiling(request.bags, dim, TILE)
         if request.bags:
-            source, kind = Weight(weight).for_kernel()
+            source, kind = request.source.for_kernel()
             pool_backward[grid](
                 grad.contiguous(), request.offsets, flat, source, scale, chosen, values, grad_scale,
                 request.bags, request.batch, F=request.num_tables, MODE=request.mode, KIND=kind,
@@ -136,22 +138,23 @@ class _Pool(torch.autograd.Function):
         grad_weight = values if flat is None else None
         if flat is not None and ctx.needs_input_grad[0]:
             if owners is not None:  # they were sorted for an update of whole bags
-                flat = flat.clone()
-            grad_weight = row_gradient(weight, flat, values, request.sparse)
+                entries = entries.clone()
+            (grad_weight,) = request.source.gradients(
+                entries, values, sparse=request.sparse, flat=True
+            )
         return grad_weight, grad_scale, None
 
 
 def _launch(
     request: _Request,
-    weight: Tensor,
     scale: Tensor | None,
     out: Tensor,
     flat: Tensor | None,
     owners: Tensor | None,
     chosen: Tensor | None,
 ) -> None:
-    bags, dim = request.bags, weight.shape[1]
-    source, kind = Weight(weight).for_kernel()
+    bags, dim = request.bags, request.source.width
+    source, kind = request.source.for_kernel()
     shared = (request.ids, request.offsets, request.tables, source)
     options = {"F": request.num_tables, "KIND": kind}
     if bags and request.mode == "max":
@@ -181,7 +184,7 @@ def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grad
 
 
 def lookup_bags(
-    weight: Tensor,
+    weight: Tensor | Weight,
     tables: TableRows,
     bags: Bags,
     *,
@@ -194,7 +197,7 @@ def lookup_bags(
 
     Args:
         weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
-            :class:`~dlrm.kernels.update.packed.PackedParameter`.
+            :class:`~dlrm.kernels.update.packed.PackedParameter`; or a source of rows of one weight.
         tables: the rows of each table; with ``held``, mode sum only, and no weights.
         bags: ids, int32 or int64, and offsets (neither is checked). Weights need mode sum and get
             a gradient.
@@ -212,19 +215,22 @@ def lookup_bags(
             wrong length, ids or offsets that are not integers or on another device, padded ids with
             a dense gradient, or a tensor that a kernel reads is not contiguous.
     """
+    source = weight if isinstance(weight, Weight) else Weight(weight)
+    weight = source.weight
     check_bags(weight, len(tables.starts), bags, mode)
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
         bags = bags.filled() if context.padded else bags
-        out = lookup_bags_torch(weight, tables, bags, mode, sparse)
+        out = lookup_bags_torch(source, tables, bags, mode, sparse)
         return out.to(context.dtype or out.dtype)
 
     # The backward pass may update rows itself where all rows of a bag have its gradient.
     require_contiguous(weight=storage(weight)[0], **tables._asdict())
     bags = bags.contiguous()
-    alike = mode == "sum" and bags.weights is None and sparse
+    alike = mode == "sum" and bags.weights is None and sparse and type(source) is Weight
     request = _Request(
+        source=source,
         ids=bags.ids,
         offsets=bags.offsets,
         num_tables=len(tables.starts),
@@ -270,15 +276,16 @@ def pool_bags(
         out = pool_bags_torch(vectors, bags, num_tables, mode)
         return out.to(dtype or out.dtype)
 
-    bags = bags.contiguous()
+    bags, vectors = bags.contiguous(), vectors.contiguous()
     request = _Request(
+        source=Weight(vectors),
         ids=None,
         offsets=bags.offsets,
         num_tables=num_tables,
         mode=mode,
         context=BagContext(dtype=dtype),
     )
-    return _Pool.apply(vectors.contiguous(), bags.weights, request)
+    return _Pool.apply(vectors, bags.weights, request)
 
 
 def check_bags(weight: Tensor, num_tables: int, bags: Bags, mode: str) -> None:
@@ -290,7 +297,7 @@ def check_bags(weight: Tensor, num_tables: int, bags: Bags, mode: str) -> None:
 
 
 def lookup_bags_torch(
-    weight: Tensor, tables: TableRows, bags: Bags, mode: str, sparse: bool
+    source: Weight, tables: TableRows, bags: Bags, mode: str, sparse: bool
 ) -> Tensor:
     """:func:`lookup_bags` in PyTorch."""
     num_tables, ids, offsets = len(tables.starts), bags.ids, bags.offsets
@@ -304,15 +311,16 @@ def lookup_bags_torch(
         offsets, numbers, ids = offsets_of(here)[offsets], numbers[here], ids[here]
 
     rows = rows_of_torch(ids, numbers, tables)
-    if packed_rows(weight) is not None or mode == "max":
-        # PyTorch reads no packed rows, and for max it would make a dense gradient of the table.
-        vectors = lookup(weight, rows, sparse=sparse, impl="torch")
+    plain = type(source) is Weight and packed_rows(source.weight) is None
+    if not plain or mode == "max":
+        # PyTorch reads no other rows, and for max it would make a dense gradient of the table.
+        vectors = lookup(source, rows, sparse=sparse, impl="torch")
         return pool_bags_torch(vectors, Bags(rows, offsets, bags.weights), num_tables, mode)
     pooled = functional.embedding_bag(
-        rows, weight, offsets, mode=mode, sparse=sparse,
+        rows, source.weight, offsets, mode=mode, sparse=sparse,
         per_sample_weights=bags.weights, include_last_offset=True,
     )  # fmt: skip
-    return pooled.view(num_tables, batch, weight.shape[1]).transpose(0, 1)
+    return pooled.view(num_tables, batch, source.width).transpose(0, 1)
 
 
 def pool_bags_torch(vectors: Tensor, bags: Bags, num_tables: int, mode: str = "sum") -> Tensor:

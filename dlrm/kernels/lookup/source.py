@@ -1,6 +1,7 @@
 """Where the rows of a look-up are, and the device function that loads them.
 
-Rows may be one tensor, packed (:mod:`dlrm.kernels.update.packed`), in pages
+Rows may be one tensor, packed (:mod:`dlrm.kernels.update.packed`), short ones of which several are
+stored as one, in pages
 (:mod:`dlrm.kernels.lookup.paged`), or in host memory with a cache on the GPU
 (:mod:`dlrm.kernels.offload.row_cache`). A kernel is compiled for the :class:`SourceKind`, and so
 contains the code of that kind alone.
@@ -13,6 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.update.packed import load_packed, read_rows, storage
@@ -38,6 +40,8 @@ class KernelSource(NamedTuple):
     """Paged: the group of blocks that holds each page, ``[pages]``."""
     first: Tensor | None = None
     """Paged: the row of these blocks at which each page begins, ``[pages]``."""
+    scale: float | None = None
+    """Short: factor on the weights of a row."""
 
 
 class SourceKind(NamedTuple):
@@ -51,6 +55,9 @@ class SourceKind(NamedTuple):
     groups: int = 0
     alignment: int = 0
     """Paged: alignment of every row in bytes."""
+    short: int = 0
+    """Short: weights of a row, of which ``per_row`` are stored as one."""
+    per_row: int = 1
 
 
 @triton.jit
@@ -60,9 +67,16 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
     ``lookup [K]`` numbers the look-ups, which replicas of a page share.
     """
     mask = live[:, None] & (column < D)
+    STORED: tl.constexpr = KIND.short * KIND.per_row if KIND.short > 0 else D
+    if KIND.short > 0:  # a part of a stored row
+        mask = mask & (column < KIND.short)
+        column = column + (row % KIND.per_row)[:, None] * KIND.short
+        row = row // KIND.per_row
 
     if KIND.name == "packed":
-        steps, scale = load_packed(source.data, row, source.num_wide, live, column, D, KIND.bits)
+        steps, scale = load_packed(
+            source.data, row, source.num_wide, live, column, STORED, KIND.bits
+        )
         value = steps * scale[:, None]
 
     elif KIND.name == "cached":  # the current values are in the cache
@@ -81,7 +95,9 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
         value = tl.load(at[:, None] + column, mask=mask, other=0.0)
 
     else:
-        value = tl.load(source.data + row[:, None] * D + column, mask=mask, other=0.0)
+        value = tl.load(source.data + row[:, None] * STORED + column, mask=mask, other=0.0)
+    if KIND.short > 0:
+        value = tl.where(mask, value.to(tl.float32) * source.scale, 0.0)
     return value
 
 
@@ -122,6 +138,11 @@ class RowSource(ABC):
         """A tensor of the rows' type on the device that reads them."""
         return self.weights[0]
 
+    @property
+    def width(self) -> int:
+        """Length of a row that is looked up."""
+        return self.weights[0].shape[1]
+
     @abstractmethod
     def for_kernel(self) -> tuple[KernelSource, SourceKind]:
         """The arguments of a kernel, and what it is compiled for."""
@@ -140,15 +161,19 @@ class RowSource(ABC):
         """
         return torch.empty(shape, dtype=torch.int64, device=self.like.device)
 
-    def submit(self, sorter: RowSorter, flat: Tensor) -> None:
-        """Have the rows that will have a gradient sorted ahead of their update."""
-        sorter.submit(self.weights[0], flat)
+    def entries(self, flat: Tensor) -> Tensor:
+        """The entries of the gradients, from what :meth:`new_flat` received."""
+        return flat
+
+    def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:
+        """Have the rows that will have a gradient sorted ahead; see :meth:`RowSorter.submit`."""
+        sorter.submit(self.weights[0], flat, owners)
 
     def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
         """The gradient of each weight.
 
         Args:
-            rows: of the look-ups, ``[n]``; or, if ``flat``, what :meth:`new_flat` received.
+            rows: of the look-ups, ``[n]``; or, if ``flat``, the result of :meth:`entries`.
             grad: that of the look-ups, ``[n, D]``.
             sparse: whether gradients are uncoalesced COO tensors or dense ones.
             flat: see ``rows``.
@@ -174,6 +199,58 @@ class Weight(RowSource):
 
     def read(self, rows: Tensor) -> Tensor:
         return read_rows(self.weight, rows)
+
+
+class ShortRows(Weight):
+    """Rows of ``dim`` weights and zeros up to ``embedding_dim``.
+
+    Rows ``r per_row`` to ``(r + 1) per_row - 1`` are stored as row r of the weight, which has the
+    gradients of all of them.
+    """
+
+    renumbers = True
+
+    def __init__(self, weight: Tensor, dim: int, embedding_dim: int, scale: float) -> None:
+        super().__init__(weight)
+        self.dim = dim
+        self.embedding_dim = embedding_dim
+        self.scale = scale
+        self.per_row = weight.shape[1] // dim
+
+    @property
+    def width(self) -> int:
+        return self.embedding_dim
+
+    def for_kernel(self) -> tuple[KernelSource, SourceKind]:
+        source, kind = super().for_kernel()
+        return source._replace(scale=self.scale), kind._replace(
+            short=self.dim, per_row=self.per_row
+        )
+
+    def read(self, rows: Tensor) -> Tensor:
+        stored, place = self.entries(rows)
+        return widen(super().read(stored), place, self.dim, self.embedding_dim) * self.scale
+
+    def entries(self, flat: Tensor) -> Tensor:
+        """The stored row, and the place in it."""
+        return torch.stack([flat // self.per_row, flat % self.per_row])
+
+    def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:
+        sorter.submit(self.weight, flat[0], owners)
+
+    def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
+        stored, place = (rows if flat else self.entries(rows)).view(2, -1)
+        values = grad.new_zeros(len(grad), self.per_row, self.dim)
+        index = place[:, None, None].expand(-1, 1, self.dim)
+        values.scatter_(1, index, (grad[:, : self.dim] * self.scale)[:, None])
+        return [row_gradient(self.weight, stored, values.flatten(1), sparse)]
+
+
+def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor:
+    """The ``dim`` weights at a ``place [...]`` of stored rows ``[..., k * dim]``, then zeros."""
+    parts = stored.unflatten(-1, (-1, dim))
+    index = place[..., None, None].expand(*place.shape, 1, dim)
+    return functional.pad(parts.gather(-2, index).squeeze(-2), (0, embedding_dim - dim))
 
 
 def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> Tensor:

@@ -191,14 +191,17 @@ class _Lookup(torch.autograd.Function):
                 flat = source.new_flat((batch, num_tables), request.sparse)
             flats.append(flat)
             stored.append(None if known else flat)
-            shape = batch, num_tables, source.weights[0].shape[1]
+            shape = batch, num_tables, source.width
             outs.append(torch.empty(shape, dtype=source.like.dtype, device=ids.device))
         gather_rows(request.sources, ids, outs, stored)
 
+        saved = []
         for (source, _), flat in zip(request.sources, flats, strict=True):
-            if flat is not None and request.sorter is not None:
-                source.submit(request.sorter, flat)
-        ctx.save_for_backward(*flats)
+            entries = None if flat is None else source.entries(flat)
+            if entries is not None and request.sorter is not None:
+                source.submit(request.sorter, entries)
+            saved.append(entries)
+        ctx.save_for_backward(*saved)
         return tuple(outs)
 
     @staticmethod
@@ -314,7 +317,7 @@ def _look_up(
     require_integers(found[0][0].like, ids=ids)
     triton = found[0][0].runs_triton(ids, impl)
     ids = ids.contiguous()
-    plain = [isinstance(s, Weight) and packed_rows(s.weight) is None for s, _ in found]
+    plain = [type(s) is Weight and packed_rows(s.weight) is None for s, _ in found]
     if not triton and all(plain):
         return tuple(lookup_tables_torch(s.weights[0], tables, ids, sparse) for s, tables in found)
 
