@@ -40,6 +40,12 @@ TREES = {
 ROUNDS = 300
 WITHOUT_VALIDATION = 100  # rounds, where none says when to stop
 PATIENCE = 20  # rounds without a lower log loss on validation rows
+TABLES = "tables"  # directory, beside prepared logs, of their tables and of the results of trees
+
+
+def trees_file(log: Path) -> Path:
+    """Where the results of boosted trees on a prepared log are."""
+    return log.parent / TABLES / f"{log.name}.trees.json"
 
 
 def read(directory: Path, meta: Meta, split: str) -> pd.DataFrame:

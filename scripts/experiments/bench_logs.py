@@ -43,6 +43,7 @@ from dlrm.utils.program import Parser, exit_status, path_arg
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts import make_retail, prepare_table
 from scripts.experiments import baseline_trees
+from scripts.experiments.baseline_trees import TABLES, trees_file
 
 CRITEO = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
 CROSSED = ("C2", "C7", "C8", "C14", "C18")  # of some hundred or thousand values, for ten pairs
@@ -50,7 +51,6 @@ LATE = 15  # minutes
 PRODUCTS = 0.05  # share of the products of retail
 HOUSEHOLDS = 0.2  # share of the households of the baskets
 COMPRESSED: dict[str, Any] = {"compression": "zstd", "compression_level": 9}
-TABLES = "tables"  # directory of the tables before they are prepared
 
 
 class Log(NamedTuple):
@@ -213,11 +213,6 @@ def prepare_logs(output: Path) -> list[Path]:
                 raise ChildProcessError(f"{options.stem} could not be prepared, as said above")
         made.append(directory)
     return made
-
-
-def trees_file(log: Path) -> Path:
-    """Where the results of boosted trees on a prepared log are."""
-    return log.parent / TABLES / f"{log.name}.trees.json"
 
 
 def arguments() -> Parser:

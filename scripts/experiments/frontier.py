@@ -1,10 +1,16 @@
 """Compare embedding kinds at equal memory: quality and throughput.
 
     python scripts/experiments/frontier.py --data data/sample --config configs/criteo_sample.yaml
+    python scripts/experiments/frontier.py --data data/bench --jobs 14 --no-timing
 
-Trains every kind at every compression ratio with several seeds. Each run is a run of ``train.py``.
-The results are a table, a plot of quality against memory (``--plot``), one of speed (``_speed`` is
-added to its name), and a JSON file. The time of a step is measured separately, after all runs.
+Trains every kind at every compression ratio with several seeds. Each run is a run of ``train.py``,
+and several share one GPU, if there is one. The results are a table, plots of AUC and of log loss
+against memory (``--plot``; ``_log_loss`` is added to its name), one of speed (``_speed``), and a
+JSON file. The time of a step is measured separately, after all runs.
+
+With several prepared directories, or one that holds them, as ``bench_logs.py`` makes them, each has
+a table and a panel of its own, next to the results of boosted trees on the same rows. A last plot
+(``_expected``) compares the rise of the log loss that ``auto`` expects with the one that is found.
 
 With ``--rates`` and ``--validation DIR``, the learning rate of the embeddings is first chosen for
 each kind: the one with the best AUC on the validation split of that data. If that is the highest of
@@ -27,19 +33,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import matplotlib.pyplot as plt
 import pandas as pd
 
-from dlrm.data.schema import Meta
+from dlrm.data.frequencies import IdStatistics
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
-from dlrm.sparse_arch.table_plan import format_ratio
+from dlrm.sparse_arch.auto import expected_loss
+from dlrm.sparse_arch.table_plan import AUTO, format_ratio
+from dlrm.training.tracking import read_result
+from dlrm.utils.documents import read_json
 from dlrm.utils.messages import did_you_mean
-from dlrm.utils.program import Parser, exit_status, positive_arg
+from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from dlrm.commands import compare
+from dlrm.commands.figures import write_plot
 from scripts.benchmarks import harness
+from scripts.experiments.baseline_trees import trees_file
 from scripts.experiments.runner import (
     INTERRUPTED,
     Runner,
@@ -58,7 +72,8 @@ def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--data", required=True, help="prepared directory")
+    what = "prepared directories, or one that holds them"
+    add("--data", nargs="+", type=path_arg, required=True, help=what)
     add("--config", help="configuration of the runs: a YAML file for train.py")
     add("--kinds", nargs="*", default=KINDS, help="kinds to compare with dense")
     ratios = [2, 10, 30, 100, 300, 1000]
@@ -176,14 +191,68 @@ def _try_rates(
     return found, impossible
 
 
-def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, object]) -> None:
-    """Print the table, and write the plots and the JSON file."""
+def prepared(given: Sequence[Path]) -> dict[str, Path]:
+    """The prepared directories that the user named, and those in directories of them, by name."""
+    found: dict[str, Path] = {}
+    for path in given:
+        inside = sorted(meta.parent for meta in path.glob(f"*/{META_FILE}"))
+        for each in [path] if (path / META_FILE).is_file() or not inside else inside:
+            if found.setdefault(each.name, each) != each:
+                raise ValueError(f"{found[each.name]} and {each} have one name: rename one of them")
+    return found
+
+
+def expected_rise(data: Path, run: Path) -> float:
+    """How much higher than with full tables ``auto`` expects the log loss of a run to be."""
+    meta, result = Meta.read(data), read_result(run)
+    ids = IdStatistics(data, meta)
+    plan = [(own["kind"], own) for own in result["tables"].values()]
+    dim = result["options"]["model"]["embedding_dim"]
+    return expected_loss(plan, meta.cardinalities, dim, ids.counts(), ids.effects())
+
+
+def draw_expected(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot the found rise of the log loss of ``auto`` against the expected one, log by log."""
+    figure, panel = plt.subplots(layout="constrained")
+    dense = {row["log"]: row["log loss"] for row in results if row["emb"] == "dense"}
+    for log in sorted(dense):
+        own = [row for row in results if row["log"] == log and "expected" in row]
+        line = sorted((row["expected"], row["log loss"] - dense[log]) for row in own)
+        panel.plot(*(zip(*line, strict=True) if line else ((), ())), "o-", label=log, ms=3)
+    panel.axline((0, 0), slope=1, color="k", linewidth=0.5)
+    panel.set(xlabel="expected rise of the log loss", ylabel="found on test rows")
+    panel.legend()
+    write_plot(figure, path)
+
+
+def publish(
+    summary: pd.DataFrame,
+    about: Mapping[str, Mapping[str, Any]],
+    options: argparse.Namespace,
+    report: Mapping[str, Any],
+) -> None:
+    """Print the table, and write the plots and the JSON file.
+
+    Args:
+        summary: of the runs.
+        about: what else the results say of each run.
+        options: of the program.
+        report: what the JSON file has besides the results.
+    """
     print(compare.render(summary))
+
+    def plot(name: str) -> Path:
+        return options.plot.with_stem(f"{options.plot.stem}{name}")
+
     compare.draw(summary, "AUC", options.plot)
-    speed = options.plot.with_stem(f"{options.plot.stem}_speed")
-    compare.draw(summary, "samples/s", speed)
+    compare.draw(summary, "log loss", plot("_log_loss"))
+    if not options.no_timing:
+        compare.draw(summary, "samples/s", plot("_speed"))
+
+    results = [row | about[row["run"]] for row in json.loads(summary.to_json(orient="records"))]
+    if AUTO in options.kinds:
+        draw_expected(results, plot("_expected"))
     if options.json:
-        results = json.loads(summary.to_json(orient="records"))
         harness.write(options.json, {**report, "results": results})
 
 
@@ -205,13 +274,14 @@ def require_kinds(given: Sequence[str]) -> None:
             )
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace, data: Mapping[str, Path]) -> None:
     """Check the options.
 
     Raises:
         ValueError: one of them is invalid.
     """
-    require_rows(options.data, Meta.read(options.data), "test")
+    for path in data.values():
+        require_rows(path, Meta.read(path), "test")
     if options.validation:
         require_rows(options.validation, Meta.read(options.validation), "val")
     require_kinds([*options.kinds, *dict(options.lr)])
@@ -219,10 +289,24 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--rates and --validation go together")
 
 
+def runs_on(
+    data: Path, options: argparse.Namespace, rates: Mapping[str, float], prefix: str
+) -> list[RunSpec]:
+    """The runs on prepared data: of each kind and ratio, one for each seed."""
+    rows, given = sum(Meta.read(data).cardinalities), f"--data={data.resolve()}"
+    points = [("dense", 1.0), *product(options.kinds, options.ratios)]
+    runs = [
+        point(kind, ratio, seed, rate_of(kind, rates), rows)
+        for seed in range(options.seeds)
+        for kind, ratio in points
+    ]
+    return [RunSpec(f"{prefix}{name}", [*own, given]) for name, own in runs]
+
+
 def compare_kinds(options: argparse.Namespace) -> None:
     """Train the runs that are missing, then compare all."""
-    check(options)
-    meta = Meta.read(options.data)
+    data = prepared(options.data)
+    check(options, data)
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     if options.config:
         common.insert(0, f"--config={Path(options.config).resolve()}")
@@ -230,35 +314,45 @@ def compare_kinds(options: argparse.Namespace) -> None:
 
     rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)
-    rows = sum(meta.cardinalities)
 
-    runs = [point("dense", 1, seed, rate_of("dense", rates), rows) for seed in range(options.seeds)]
-    for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
-        runs.append(point(kind, ratio, seed, rate_of(kind, rates), rows))
-
-    impossible += runner.train(runs, options.data)
+    options_of, data_of = {}, {}
+    for name, path in data.items():
+        runs = dict(runs_on(path, options, rates, f"{name}-" if len(data) > 1 else ""))
+        options_of |= runs
+        data_of |= dict.fromkeys(runs, path)
+    impossible += runner.train([RunSpec(*run) for run in options_of.items()])
     print(*impossible, sep="\n")
-    options_of = dict(runs)
     finished = [options.runs / name for name in options_of if runner.finished(name)]
     if not finished:
         raise ValueError("none of the runs is possible, for the reasons above")
 
-    summary = compare.summarize(compare.read(finished))
+    files = {name: trees_file(path) for name, path in data.items()}
+    trees = {name: read_json(file)["results"][0] for name, file in files.items() if file.is_file()}
+    for name, own in trees.items():
+        print(f"trees on {name}: AUC {own['auc']:.4f}, log loss {own['log_loss']:.4f}")
+    first, *others = data.values()
     report = {
-        "data": Path(options.data).name,
+        "data": ", ".join(data),
         "config": options.config,
         "options": options.options,
         "embeddings_lr": rates,
-        "best_possible": meta.planted.get("test"),
+        "best_possible": None if others else Meta.read(first).planted.get("test"),
+        "trees": trees,
         "impossible": impossible,
     }
 
-    publish(summary, options, report)
+    summary = compare.summarize(compare.read(finished))
+    about: dict[str, dict[str, Any]] = {}
+    for name, kind in zip(summary["run"], summary["emb"], strict=True):
+        about[name] = {"log": data_of[name].name}
+        if kind == AUTO:
+            about[name]["expected"] = expected_rise(data_of[name], options.runs / name)
+    publish(summary, about, options, report)
     if not options.no_timing:
         for line, name in summary["run"].items():
-            speed = step_speed([*common, f"--data={options.data}", *options_of[name]])
+            speed = step_speed([*common, *options_of[name]])
             summary.loc[line, ["samples/s", "samples/s std"]] = speed["samples/s"], None
-        publish(summary, options, report)
+        publish(summary, about, options, report)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -189,7 +189,8 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     )
     assert {table["rank"] for table in tables.values() if table["kind"] == "tt"}
     assert all(row["samples/s"] > 0 for row in report["results"])
-    assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
+    plots = ("", "_expected", "_log_loss", "_speed")
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"plot{name}.png" for name in plots}
 
 
 @pytest.mark.slow
@@ -277,10 +278,10 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     trees = ["--data", str(logs / "first"), "--json", str(json_file)]
     pytest.importorskip("lightgbm")
     assert script("baseline_trees").main([*trees, "--seeds", "1"]) == 0
-    given = ["--logs", str(logs), "--kinds", "auto", "hash:int8", "--ratios", "10", "--seeds", "2"]
+    given = ["--data", str(logs), "--kinds", "auto", "hash:int8", "--ratios", "10", "--seeds", "2"]
     given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
-    given += ["--json", str(tmp_path / "bench.json"), "--options", *SMALL]
-    main = script("bench").main
+    given += ["--json", str(tmp_path / "bench.json"), "--no-timing", "--options", *SMALL]
+    main = script("frontier").main
     assert main(given) == 0
     report = json.loads((tmp_path / "bench.json").read_text())
     points = {(row["log"], row["emb"], row["budget"]): row for row in report["results"]}
@@ -292,8 +293,9 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     assert [row["expected"] > 0 for row in report["results"] if "expected" in row] == [True] * 2
     for plot in ("plot.png", "plot_log_loss.png", "plot_expected.png"):
         assert (tmp_path / plot).stat().st_size > 10_000
-    assert main([*given, "--only", "third"]) == 2
-    assert "has no prepared log third: make it with" in capsys.readouterr().err
+    shutil.copytree(data, tmp_path / "first")
+    assert main([*given, "--data", str(logs), str(tmp_path / "first")]) == 2
+    assert "have one name: rename one of them" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -402,7 +404,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["compare", "frontier", "reproduce_tt_rec", "baseline_trees", "bench", "bench_logs"],
+    ["compare", "frontier", "reproduce_tt_rec", "baseline_trees", "bench_logs"],
 )
 def test_every_option_is_explained(script, name):
     for action in script(name).arguments()._actions:
