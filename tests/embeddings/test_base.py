@@ -3,7 +3,6 @@ import torch
 from torch import nn
 
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
-from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.kernels.lookup.pool import pool_bags_torch
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
@@ -250,14 +249,6 @@ def test_the_drop_in_looks_up_in_a_replica_of_data_parallel(kind):
     bag, ids = EmbeddingBag(7, 4, mode="sum", kind=kind), torch.tensor([[1, 2]])
     for weights in (None, torch.rand(1, 2)):
         assert torch.equal(replica(bag)(ids, None, weights), bag(ids, None, weights))
-
-
-@pytest.mark.parametrize("amount", [0, 7, 12_000_000_000_000])
-def test_bytes_are_split_by_rows(amount):
-    found = split_by_rows(amount, [1, 882_000_000, 3, 882_000_000])
-    assert sum(found) == amount
-    assert min(found) >= 0
-    assert found[1] == pytest.approx(amount / 2, abs=1 + amount / 1e8)
 
 
 @pytest.mark.parametrize("kind", ["dense", "robe", "cafe", "paged", "tt"])

@@ -3,9 +3,7 @@ import copy
 import pytest
 import torch
 
-from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings.cafe import HOT, SLOTS, Cafe
-from dlrm.embeddings.common.budget import Budget
+from dlrm.embeddings.cafe import HOT, Cafe
 
 SIZES = [5000, 300]
 
@@ -220,19 +218,6 @@ def test_a_fit_forgets_former_owners():
 def test_options_outside_their_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Cafe([10], 4, **options)
-
-
-@pytest.mark.parametrize("compression", [10, 100, 1000])
-def test_the_budget_is_used_up_at_kaggle_size(compression):
-    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Cafe.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
-    tables = [v for v, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True) if options]
-    (rows,) = {options["rows"] for options in chosen if options}
-    group = Cafe(tables, 16, rows=rows)
-    dense = sum(KAGGLE_CARDINALITIES) - sum(tables)
-    total = dense * 64 + sum(sum(parts.values()) for parts in group.footprint())
-    assert 0.97 * budget <= total <= budget
-    assert group._keys.shape == (group.buckets, SLOTS)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.context import LookupContext
@@ -624,3 +625,34 @@ def test_a_budget_may_be_generous_or_too_small(kind):
     available()[kind].for_budget(Budget([500, 3], 8, smallest))
     with pytest.raises(ValueError, match="budget"):
         available()[kind].for_budget(Budget([500, 3], 8, smallest - 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "used"),
+    [
+        ("basis", {}, 0.9),
+        ("block", {}, 0.95),
+        ("cafe", {}, 0.97),
+        ("hash", {}, 0.999),
+        ("qr", {"operation": "multiply"}, 0.95),
+        ("qr", {"operation": "concat"}, 0.95),
+        ("robe", {}, 0.999),
+    ],
+)
+@pytest.mark.parametrize("compression", [4, 10, 50, 1000])
+def test_the_budget_is_used_up_at_kaggle_size(kind, options, used, compression):
+    budget = Budget(KAGGLE_CARDINALITIES, 16, 64 * sum(KAGGLE_CARDINALITIES) // compression)
+    if compression > {"block": 16, "basis": 60}.get(kind, 1000):
+        with pytest.raises(ValueError, match=rf"too small for --emb {kind}"):
+            available()[kind].for_budget(budget, **options)
+        return
+    total = 0
+    chosen = available()[kind].for_budget(budget, **options)
+    for rows, own in zip(KAGGLE_CARDINALITIES, chosen, strict=True):
+        form = ("dense", {}) if own is None else (kind, options | own)
+        with torch.device("meta"):
+            group = build(form[0], [rows], 16, **form[1])
+        total += sum(group.footprint()[0].values())
+    assert used * budget.size <= total <= budget.size
+    if kind in ("hash", "robe"):
+        assert len({own["rows"] for own in chosen if own}) == 1, "one cap: one group"

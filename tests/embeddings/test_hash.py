@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.hash import Hash
 
 
@@ -29,17 +27,3 @@ def test_a_table_below_the_cap_is_taken_over_as_it_is():
 def test_fewer_than_one_row_is_refused():
     with pytest.raises(ValueError, match=r"hash rows is 0; set --hash.rows to 1 or more"):
         Hash([10], 4, rows=0)
-
-
-@pytest.mark.parametrize("compression", [4, 10, 30, 100, 1000])
-def test_the_budget_is_used_up_at_kaggle_size(compression):
-    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Hash.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
-    rows = [
-        table if options is None else options["rows"]
-        for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
-    ]
-    assert 0.999 * budget <= sum(rows) * 16 * 4 <= budget
-    level = {options["rows"] for options in chosen if options is not None}
-    assert len(level) == 1, "one cap for all, so that they form one group"
-    assert all(kept == min(t, *level) for kept, t in zip(rows, KAGGLE_CARDINALITIES, strict=True))

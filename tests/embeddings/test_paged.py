@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.embeddings import EmbeddingBag, build
+from dlrm.embeddings import build
 from dlrm.embeddings.paged import balanced, cyclic, parse_devices
 from dlrm.kernels.lookup import paged as page_table
 from dlrm.kernels.offload.pinned_memory import in_host_memory
@@ -142,23 +142,6 @@ def test_a_list_says_where_each_page_lies():
     assert [len(block) for (block,) in paged.blocks] == [4, 4 + 4 + 1, 4]
 
 
-def test_any_shape_of_ids():
-    _, paged = pair({"devices": HERE, "page_size": 7})
-    ids = torch.randint(131, (2, 3, 4))
-    assert torch.equal(paged.rows(3, ids), paged.to_dense(3)[ids])
-    assert paged.rows(3, ids[0, 0, 0]).shape == (8,)
-    assert paged.rows(3, ids[:0]).shape == (0, 3, 4, 8)
-
-
-@pytest.mark.parametrize("bad", [-1, 131, 139, 2**40])
-def test_every_id_outside_raises(bad):
-    """Beyond the last page, within its unused part, before the first."""
-    _, paged = pair({"devices": HERE, "page_size": 7})
-    message = re.escape(f"id {bad} of table 3 is outside [0, 131)")
-    with pytest.raises(IndexError, match=message):
-        paged.rows(3, torch.tensor([0, bad]))
-
-
 def test_lookups_of_a_replica_are_shared_and_gradients_agree():
     paged = build("paged", [30], 4, devices=["cpu+cpu"], page_size=7)
     one, other = paged.blocks[0]
@@ -282,11 +265,6 @@ def test_it_says_where_its_rows_are():
     assert all(parts)
     replicated = build("paged", SIZES, 8, devices=["cpu+cpu"])
     assert sum(sum(table.values()) for table in replicated.footprint()) == 2 * total
-
-
-def test_the_drop_in_takes_devices():
-    bag = EmbeddingBag(41, 8, kind="paged", devices=HERE, page_size=5)
-    assert bag(torch.tensor([[0, 40]])).shape == (1, 8)
 
 
 def model_of(kind, options):

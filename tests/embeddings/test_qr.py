@@ -3,9 +3,7 @@ from operator import add, mul
 import pytest
 import torch
 
-from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import qr as qr_module
-from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.qr import QR
 from dlrm.optim import RowOptimizer
 
@@ -27,15 +25,6 @@ def test_a_row_is_composed_of_quotient_and_remainder(operation):
 def test_no_two_ids_have_the_same_row(operation):
     rows = QR([997], 6, collisions=31, operation=operation).to_dense()
     assert len(rows.unique(dim=0)) == 997
-
-
-def test_bags_are_pooled_after_composing():
-    group = QR([25], 6, collisions=4)
-    out = group(torch.tensor([1, 6, 24]), torch.tensor([0, 3]))
-    composed = group.rows(0, torch.tensor([1, 6, 24])).sum(0)
-    apart = group.quotient[[0, 1, 6]].sum(0) * group.remainder[[1, 2, 0]].sum(0)
-    torch.testing.assert_close(out[0, 0], composed)
-    assert not torch.allclose(composed, apart)
 
 
 def test_concat_shares_an_odd_dim_out():
@@ -146,21 +135,6 @@ def test_concat_of_one_column_is_refused():
 
 
 @every_operation
-@pytest.mark.parametrize("compression", [4, 10, 30, 100, 1000])
-def test_the_budget_is_used_up_at_kaggle_size(operation, compression):
-    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = QR.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget), operation=operation)
-    width = 8 if operation == "concat" else 16
-    total = sum(
-        16 * table
-        if options is None
-        else width * (-(-table // options["collisions"]) + options["collisions"])
-        for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
-    )
-    assert 0.95 * budget <= total * 4 <= budget
-
-
-@every_operation
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_packed_rows_are_composed_as_what_they_stand_for(device, operation, dtype):
     sizes = [40, 7, 131]
@@ -208,17 +182,6 @@ def test_packed_rows_are_fitted_saved_and_trained(operation, device):
         optimizer.step()
         optimizer.zero_grad()
     assert (group(ids) - 1).square().mean() < 0.4 * before
-
-
-@every_operation
-def test_gradients_scaled_in_place_are_scaled_once(operation, device):
-    group = QR([40, 7], 10, collisions=4, operation=operation).to(device)
-    group(torch.tensor([[3, 3, 39], [6, 0, 3]], device=device)).square().sum().backward()
-    before = [weight.grad._values().clone() for weight in group.parameters()]
-    for weight in group.parameters():
-        weight.grad.mul_(0.5)
-    for weight, values in zip(group.parameters(), before, strict=True):
-        assert torch.equal(weight.grad._values(), 0.5 * values)
 
 
 def test_gradients_of_one_lookup_have_rows_of_their_own_length(device):

@@ -2,11 +2,9 @@
 
 import copy
 from dataclasses import replace
-from math import prod
 
 import pytest
 import torch
-from torch.func import functional_call
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import EmbeddingBag, build
@@ -15,11 +13,6 @@ from dlrm.embeddings.tt import TT, clip_ranks, tt_weights
 from dlrm.optim import RowOptimizer
 from tests import kit
 
-# Rows of the 26 tables of Criteo Terabyte with ids modulo 10,000,000.
-TERABYTE_10M = (
-    9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10,
-    2208, 11156, 122, 4, 970, 14, 9994222, 7267859, 9946608, 415421, 12420, 101, 36,
-)  # fmt: skip
 WEIGHTS = {  # of the seven largest Kaggle tables by rank 8, 16, 32, 64
     10131227: (39360, 135040, 495360, 1891840),
     8351593: (35488, 122176, 449152, 1717504),
@@ -28,11 +21,6 @@ WEIGHTS = {  # of the seven largest Kaggle tables by rank 8, 16, 32, 64
     2202608: (22992, 79264, 291648, 1115776),
     286181: (12464, 43360, 160448, 615808),
     142572: (9216, 31744, 116736, 446464),
-}
-RATIOS = {  # tables in TT: compression of all embeddings by rank 8, 16, 32, 64
-    3: (4.1, 4.1, 4.1, 3.9),
-    5: (58.3, 55.8, 48.3, 31.7),
-    7: (221.9, 187.0, 117.4, 48.0),
 }
 RANKS = (8, 16, 32, 64)
 
@@ -119,24 +107,6 @@ def test_weights_of_the_paper(rows):
         assert group.q == (2, 2, 4)
         assert sum(core.numel() for core in group.cores) == weights
         assert group.footprint() == [{"weights": 4 * weights}]
-
-
-def compression(sizes, dim, largest, rank):
-    """Dense weights over weights with the largest tables in TT."""
-    order = sorted(sizes, reverse=True)
-    shapes = build("tt", order[:largest], dim, rank=rank)
-    compressed = sum(part["weights"] // 4 for part in shapes.footprint())
-    return dim * sum(sizes) / (compressed + dim * sum(order[largest:]))
-
-
-@pytest.mark.parametrize("largest", RATIOS)
-def test_compression_ratios_of_the_paper(largest):
-    for rank, ratio in zip(RANKS, RATIOS[largest], strict=True):
-        assert round(compression(KAGGLE_CARDINALITIES, 16, largest, rank), 1) == ratio
-
-
-def test_compression_ratio_of_the_paper_for_terabyte():
-    assert 112 <= compression(TERABYTE_10M, 64, 7, 8) < 113
 
 
 @pytest.mark.parametrize("rank", [2, 8, 32, 64])
@@ -227,14 +197,6 @@ def test_from_dense_is_exact_at_full_rank_and_better_with_more(d):
     torch.testing.assert_close(exact.to_dense(1), weights[1].float(), rtol=0, atol=1e-5)
 
 
-def test_drop_in_from_pretrained():
-    weight = torch.randn(50, 12)
-    bag = EmbeddingBag.from_pretrained(weight, kind="tt", rank=100, mode="sum")
-    reference = torch.nn.EmbeddingBag.from_pretrained(weight, mode="sum")
-    ids, offsets = torch.tensor([0, 49, 7, 7, 3]), torch.tensor([0, 2, 2, 4])
-    torch.testing.assert_close(bag(ids, offsets), reference(ids, offsets), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_bags_of_packed_exact_rows_are_weighted_in_fp32(dtype):
     """Next to cores in bf16."""
@@ -242,17 +204,6 @@ def test_bags_of_packed_exact_rows_are_weighted_in_fp32(dtype):
     ids = torch.arange(12).view(3, 4)
     found = bag(ids, per_sample_weights=torch.full((3, 4), 0.5))
     torch.testing.assert_close(found, bag(ids) / 2)
-
-
-def test_autocast_leaves_the_look_up_in_full_precision():
-    group = build("tt", [1000], 16, rank=8)
-    ids = torch.arange(64)[None]
-    expected = group(ids)
-    offsets = torch.arange(0, 65, 2)
-    pooled = group(ids[0], offsets)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(group(ids), expected)
-        assert torch.equal(group(ids[0], offsets), pooled)
 
 
 @pytest.mark.parametrize("ratio", [pytest.param(4, marks=pytest.mark.slow), 10, 100, 400])
@@ -438,20 +389,6 @@ def test_the_cache_holds_rows_of_the_train(one_hot):
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         build("tt", [1000, 10], 16, **options)
-
-
-def test_print_tells_the_shape():
-    text = str(build("tt", [1000], 16, rank=8))
-    assert "ranks=[1, 8, 8, 1], q=[2, 2, 4], p=[(10, 10, 10)]" in text
-
-
-def test_state_moves_between_groups():
-    first, second = (build("tt", [300, 20], 8, rank=4) for _ in range(2))
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first.to_dense(0), second.to_dense(0))
-    assert prod(first.p[0]) >= 300
-    again = functional_call(second, dict(first.named_parameters()), (torch.tensor([[7], [3]]),))
-    assert torch.equal(again, first(torch.tensor([[7], [3]])))
 
 
 @pytest.mark.parametrize(("rows", "budget"), [(20_000, 900_000), (5_000, 250_000)])

@@ -74,18 +74,6 @@ def test_sparse_gradients_update_touched_rows_like_dense_ones(rule):
     assert (table[[2, 3, 5]] == 1).all()
 
 
-def test_duplicates_are_merged_before_the_update():
-    table = torch.nn.Parameter(torch.zeros(3, 1))
-    sparse(table, [1, 1], torch.tensor([[1.0], [10.0]]))
-    RowOptimizer([table], "sgd", lr=1.0).step()
-    assert table.flatten().tolist() == [0.0, -11.0, 0.0]
-    table = torch.nn.Parameter(torch.zeros(3, 1))
-    optimizer = RowOptimizer([table], "adagrad", lr=1.0)
-    sparse(table, [1, 1], torch.tensor([[1.0], [10.0]]))
-    optimizer.step()
-    assert optimizer.state[table]["sum"][1].item() == 121.0
-
-
 def test_rowwise_adagrad_keeps_one_number_per_row():
     table = torch.nn.Parameter(torch.zeros(4, 8))
     optimizer = RowOptimizer([table], "rowwise_adagrad", lr=0.1)

@@ -20,8 +20,7 @@ from dlrm.kernels.tt import (
     tt_vectors,
     tt_vectors_torch,
 )
-from dlrm.kernels.tt.layout import FactorLayout, factor_layout
-from dlrm.kernels.update.dense import update_dense
+from dlrm.kernels.tt.layout import factor_layout
 from dlrm.utils.bags import Bags
 from tests.kit import combinations, first
 
@@ -402,28 +401,6 @@ def test_precision_is_what_torch_says_or_the_caller(device):
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(name, marks=SLOW) for name in STRATEGIES])
-def test_training_follows_the_reference_without_drift(strategy, device, use, assert_close):
-    group = Group("kaggle" if GPU else "d3", device)
-    steps, batch = (1000, 4096) if GPU else (4, 12)
-    options = {"precision": "ieee", **use(strategy)}
-    ours = [core.detach().clone().requires_grad_() for core in group.cores.values()]
-    theirs = group.exact_cores()
-    lr = torch.tensor(0.01, device=device)
-    for _ in range(steps):
-        ids = group.ids(batch, "skewed")
-        target = torch.sin(ids.double())[..., None]
-        loss = (tt_vectors(ours, group.shape, group.tables, ids, **options) - target).square()
-        grads = torch.autograd.grad(loss.mean(), ours)
-        update_dense("sgd", ours, grads, [()] * len(ours), lr=lr, impl="triton")
-        loss = (tt_vectors_torch(theirs, group.shape, group.tables, ids) - target).square()
-        for core, grad in zip(theirs, torch.autograd.grad(loss.mean(), theirs), strict=True):
-            core.data -= 0.01 * grad
-    for (name, core), a, b in zip(group.cores.items(), ours, theirs, strict=True):
-        assert not torch.equal(a, core)
-        assert_close(a, b.detach(), name, factor=50)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_cuda_graph_replays_on_new_ids(strategy, device, use, assert_close):
@@ -456,20 +433,6 @@ def test_a_cuda_graph_replays_on_new_ids(strategy, device, use, assert_close):
         grads = torch.autograd.grad(want, exact, grad.double())
         for name, found, true in zip(group.cores, results[1:], grads, strict=True):
             assert_close(found, true, name, factor=10)
-
-
-def test_many_ids_are_made_unique_where_a_bitmap_of_all_rows_is_small(device):
-    def of(*p: int) -> FactorLayout:
-        shape = TTShape(torch.tensor([p], device=device), (2, 2, 2), (1, 2, 2, 1))
-        return factor_layout(shape)
-
-    small, huge = of(100, 100, 100), of(1000, 1000, 1000)
-    assert op._strategy(small, 30_000) == "unique"
-    assert op._strategy(small, 3_000) == "direct"
-    assert op._strategy(huge, 30_000) == "direct"
-    tall = of(2, 2, 40_000)
-    assert op._strategy(tall, 30_000) == "direct"  # each right factor has few ids
-    assert op._strategy(tall, 50_000) == "unique"
 
 
 def test_errors_name_the_remedy(device):

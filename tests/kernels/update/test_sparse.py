@@ -243,20 +243,6 @@ def test_other_rows_keep_every_bit_and_runs_are_equal(device, scale, name, dim):
     assert not any(state[untouched].any() for state in results[0][1:])
 
 
-def test_no_drift_over_many_steps(device, assert_close):
-    steps, rows, dim = (3000, 500, 16) if GPU else (12, 12, 3)
-    weight = torch.randn(rows, dim, device=device)
-    value, states = weight.clone(), states_of(make_rule("adagrad"), rows, dim, device)
-    exact, exact_states = weight.double(), double(states)
-    lr = torch.tensor(0.01, device=device)
-    for _ in range(steps):
-        ids = draw("skewed", rows, rows, device)
-        grads = torch.randn(rows, dim, device=device)
-        update_rows("adagrad", value, ids, grads, states, lr=lr, impl="triton")
-        update_rows_torch("adagrad", exact, ids, grads.double(), exact_states, lr=lr.double())
-    assert_close(value - weight, exact - weight, "weight", factor=100)
-
-
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_bfloat16_rounds_without_bias(device, impl):
     rows = 4096 if GPU else 128
