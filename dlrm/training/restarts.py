@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dlrm.training.checkpoint.index import INDEX, old_index, read_index
+from dlrm.training.checkpoint.index import INDEX, read_index
 from dlrm.training.run_directory import CHECKPOINTS, HOLDER, LOCK, has_checkpoint, run_directory
 
 
@@ -55,5 +55,6 @@ def clear(directory: Path) -> None:
 
 def _job_of(directory: Path) -> str | None:
     with suppress(OSError, ValueError):
-        return (read_index(directory) or old_index(directory)).job
+        index = read_index(directory)
+        return index.job if index else None
     return None

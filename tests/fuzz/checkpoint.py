@@ -344,7 +344,7 @@ def planted(rng: random.Random, place: Path) -> Case:
     tagged = b"a: !!python/object/apply:os.system ['true']\n"
     content = rng.choice((code, archive.getvalue(), tagged, b"import os\nos.system('true')\n"))
     names = (MANIFEST, TENSORS, ".metadata", "about.pt", "__0_0.distcp", "model.pt", "x.py")
-    own = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "job", "torch.py")
+    own = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "torch.py")
     paths = [step / name for name in names] + [place / "run" / name for name in own]
     for path in rng.sample(paths, rng.choice((1, 2, len(paths)))):
         path.write_bytes(content)
@@ -357,7 +357,7 @@ def others(rng: random.Random, place: Path) -> Case:
     """The files of a run besides its checkpoints, and files that do not belong there."""
     step = copied(place)
     run = place / "run"
-    names = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "job", "new")
+    names = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "new")
     name = rng.choice((*names, "checkpoints/index.json"))
     if name == "new":
         names = ("step_9", "step_9999999999999999999", "step_7.tmp", "step_-1", "a\nb", "\x1b[31m")

@@ -119,7 +119,6 @@ def test_a_run_of_an_earlier_version_goes_on(way, run, two_steps, result, tmp_pa
         shutil.copytree(two_steps, copy)
     index, directory = read_index(old), old / "checkpoints"
     (directory / "index.json").unlink()
-    (old / "job").write_text("a job")
     for link, entry in (("latest", index.latest), ("best", index.best)):
         if way == "links":
             (directory / link).symlink_to(entry.name)
@@ -136,7 +135,7 @@ def test_a_run_of_an_earlier_version_goes_on(way, run, two_steps, result, tmp_pa
 
 
 NAMES = [".lock", ".lock.json", ".lock.json.tmp", "config.yaml", "config.yaml.tmp", "metrics.jsonl"]
-NAMES += ["metrics.jsonl.tmp", "result.json", "result.json.tmp", "events.out.tfevents.1", "job"]
+NAMES += ["metrics.jsonl.tmp", "result.json", "result.json.tmp", "events.out.tfevents.1"]
 NAMES += ["preparation", "preparation.tmp", "preparation.lock", "profile", "profile/trace.json"]
 NAMES += ["profile/operations.txt.tmp", "checkpoints", "checkpoints/index.json", "checkpoints/best"]
 NAMES += ["checkpoints/index.json.tmp", "checkpoints/step_2", "checkpoints/step_3.tmp"]
@@ -208,7 +207,7 @@ def test_a_run_is_resumed_from_within(script, two_steps, monkeypatch, tmp_path):
     assert json.loads((again / "result.json").read_text())["run"] == "again"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json", "job"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, run, two_steps, tmp_path):
     again = shutil.copytree(two_steps, tmp_path / "again", symlinks=True)
     (again / name).unlink(missing_ok=True)

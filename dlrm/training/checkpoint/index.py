@@ -11,7 +11,7 @@ from pathlib import Path
 from dlrm.training.checkpoint.manifest import CheckpointName, Count, Manifest, RunState
 from dlrm.training.checkpoint.manifest_json import LIMITS, manifest_from_json
 from dlrm.training.checkpoint.tensor_files import open_regular
-from dlrm.training.run_directory import CHECKPOINTS, JOB, MANIFEST, OLD_ABOUT, checkpoints
+from dlrm.training.run_directory import CHECKPOINTS, MANIFEST, OLD_ABOUT, checkpoints
 from dlrm.utils.atomic import atomic_write, sync_directory
 from dlrm.utils.documents import parse_json
 from dlrm.utils.validation import Number, validate
@@ -92,15 +92,12 @@ def old_index(run: Path) -> Index:
 
     The newest checkpoint that can be read knows which one was the best when it was written.
     """
-    job = None
-    with suppress(OSError, ValueError), open_regular(run / JOB) as file:
-        job = file.read(MAX_BYTES).decode()
     for newest in checkpoints(run):
         with suppress(OSError, ValueError):
             manifest = read_manifest(newest)
             latest = Entry(name=newest.name, run=manifest.run, step=manifest.state.steps)
-            return Index(latest=latest, best=best_known_to(latest, manifest.state), job=job)
-    return Index(job=job)
+            return Index(latest=latest, best=best_known_to(latest, manifest.state))
+    return Index()
 
 
 def best_known_to(latest: Entry, state: RunState) -> Entry | None:

@@ -30,7 +30,7 @@ from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.checkpoint.writer import CheckpointWriter
 from dlrm.training.loaders import TrainingData
-from dlrm.training.run_directory import BEST, CHECKPOINTS, JOB, LATEST, RunLock
+from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
 from dlrm.utils.messages import print_error
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
@@ -99,7 +99,7 @@ class RunCheckpoints:
         if job is not None or self.resumed:
             self.writer.index = replace(self.writer.index, job=job)
             write_index(self.directory, self.writer.index)
-            for old in (directory / LATEST, directory / BEST, self.directory / JOB):
+            for old in (directory / LATEST, directory / BEST):
                 if old.is_symlink() or old.is_file():  # of an earlier version
                     old.unlink()
 
