@@ -315,7 +315,8 @@ def compare_kinds(options: argparse.Namespace) -> None:
     rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)
 
-    options_of, data_of = {}, {}
+    options_of: dict[str, list[str]] = {}
+    data_of: dict[str, Path] = {}
     for name, path in data.items():
         runs = dict(runs_on(path, options, rates, f"{name}-" if len(data) > 1 else ""))
         options_of |= runs
