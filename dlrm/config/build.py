@@ -11,6 +11,7 @@ from dlrm.data.frequencies import Counts
 from dlrm.data.schema import Meta
 from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
+from dlrm.embeddings.common.budget import MANY_IDS
 from dlrm.kernels.update.rules import OPTIONS, make_rule
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -42,7 +43,7 @@ def build_model(
         counts: how often each id occurs, for shards of multi-hot tables.
     """
     rule, options = config.optim.embeddings, asdict(config.sharding)
-    known = counts if meta.multi_hot else None
+    known = counts if meta.multi_hot and max(meta.cardinalities) < MANY_IDS else None
     sharding = make_sharding_plan(world, meta.tables, spec, known, rule, **options)
     model = DLRM(**spec, sharding=sharding, dropout=config.model.dropout)
     return model.to(world.device), sharding

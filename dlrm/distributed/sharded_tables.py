@@ -1,4 +1,4 @@
-"""Dense tables sharded over many processes, in fp32, bf16 or int8.
+"""Tables sharded over many processes, in fp32, bf16 or int8.
 
 Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), and all rows of
 small tables. A look-up sends the ids of the local samples to the holders of their rows. They look
@@ -26,21 +26,18 @@ from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
-from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
-from dlrm.kernels.update.packed import packed_rows, record_bytes, storage, write_rows
+from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, lookup_tables
+from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes, storage
 from dlrm.utils.bags import Bags
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.offsets import row_offsets
 from dlrm.utils.streams import side_stream_of
 
-CHUNK = 1 << 20  # rows initialized at a time
-
 
 class ShardedTables(Embedding):
-    """Dense tables held in shards by many processes; equal to a dense group of the same seed.
+    """Base of tables held in shards by many processes.
 
     The state dict has the tables as one ``weight [sum(V), D]`` in shards on many processes
     (:class:`~dlrm.utils.local_shards.LocalShards`); a plain tensor can be loaded as well. With int8
@@ -49,9 +46,9 @@ class ShardedTables(Embedding):
     Args:
         plan: the processes, and the shards of this group's tables, numbered within the group.
             Tables without a shard are replicated.
+        num_kept: rows that each table keeps; by default one for each id.
     """
 
-    grows = True
     captures_bags = True
     packs_rows = True
 
@@ -60,6 +57,8 @@ class ShardedTables(Embedding):
         num_embeddings: Sequence[int],
         embedding_dim: int,
         plan: ShardingPlan,
+        *,
+        num_kept: Sequence[int] | None = None,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
@@ -73,6 +72,7 @@ class ShardedTables(Embedding):
                 "rows in int8 have one scale each and can't be sharded by column: set "
                 "--sharding.by row or table"
             )
+        self.num_kept = tuple(num_kept or self.num_embeddings)
         self.world = plan.world
         peers = plan.peers and not self.dtype
         self.shardings = nn.ModuleList(
@@ -83,8 +83,8 @@ class ShardedTables(Embedding):
         # The weights: one for all replicated tables, and one for each sharding.
         sharded = {shard.table for shard in plan.shards}
         self.replicated_tables = [t for t in range(self.num_tables) if t not in sharded]
-        rows = [self.num_embeddings[table] for table in self.replicated_tables]
-        self.replicated = self._new_rows(sum(rows), embedding_dim) if rows else None
+        counts = [0 if t in sharded else rows for t, rows in enumerate(self.num_kept)]
+        self.replicated = self._new_rows(sum(counts), embedding_dim) if any(counts) else None
         for sharding, weight in zip(self._shardings(), self._new_weights(), strict=True):
             self.register_parameter(sharding.name, weight)
 
@@ -93,7 +93,9 @@ class ShardedTables(Embedding):
         for sharding in self._shardings():
             self.order += sharding.order
         buffers = {
-            "_starts": row_offsets(rows or [0]),
+            "_starts": row_offsets(counts)[self.replicated_tables],
+            "_all_starts": row_offsets(counts),
+            "_whole": torch.tensor([[0] * self.num_tables, counts]),
             "_replicated": torch.tensor(self.replicated_tables).long(),
             "_order": torch.tensor(self.order),
             "_back": torch.tensor(self.order).argsort(),
@@ -101,11 +103,17 @@ class ShardedTables(Embedding):
         for name, values in buffers.items():
             self.register_buffer(name, values, persistent=False)
         self._starts: Tensor  # [replicated tables] first row of each in the weight
+        self._all_starts: Tensor  # [F] the same for each table; 0 if it is not replicated
+        self._whole: Tensor  # [2, F] 0, and rows of each replicated table
         self._replicated: Tensor  # [replicated tables]
         self._order: Tensor  # [F]
         self._back: Tensor  # [F] position of each table in the order
-        self._first_rows = row_offsets(self.num_embeddings).tolist()  # in the state dict
-        self.reset_parameters()
+        self._first_rows = row_offsets(self.num_kept).tolist()  # in the state dict
+
+    @property
+    def _replicated_rows(self) -> TableRows:
+        """The rows of each table in the weight of the replicated ones."""
+        return TableRows(self._all_starts, held=self._whole)
 
     def _shardings(self) -> list[Sharding]:
         return list(self.shardings)  # type: ignore[arg-type]
@@ -141,17 +149,6 @@ class ShardedTables(Embedding):
             weight.grad_dtype = None
         return self
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialize the rows like a dense group: each process draws all, and keeps its own."""
-        like = next(self.parameters())
-        for table, rows in enumerate(self.num_embeddings):
-            for start in range(0, rows, CHUNK):
-                drawn = like.new_empty(min(CHUNK, rows - start), self.embedding_dim)
-                nn.init.uniform_(drawn, -initial_bound(rows), initial_bound(rows))
-                for name, chunk in self.chunks(table):
-                    chunk.copy_rows(self.get_parameter(name), drawn, start)
-
     def at_peers(self) -> list[Sharding]:
         """The shardings with rows that peers read in this process's memory."""
         return [sharding for sharding in self._shardings() if sharding.at_peers]
@@ -168,7 +165,7 @@ class ShardedTables(Embedding):
         """The local chunks of a table, each with the name of the parameter that holds it."""
         if table in self.replicated_tables:
             start = int(self._starts[self.replicated_tables.index(table)])
-            rows = (0, self.num_embeddings[table])
+            rows = (0, self.num_kept[table])
             yield "replicated", Chunk(at=start, rows=rows, columns=(0, self.embedding_dim))
         for sharding in self._shardings():
             for shard, start in sharding.held():
@@ -181,9 +178,7 @@ class ShardedTables(Embedding):
         All processes must call it at the same time. The ids are inside their tables.
         """
         if isinstance(ids, Bags):
-            assert self.mode == "sum"
-            assert self.padding_idx is None
-            return self._pool(self._counted(ids, context), context)
+            return self._pool(ids, context)
 
         # Exchange rows on a second stream.
         side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
@@ -219,17 +214,14 @@ class ShardedTables(Embedding):
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.mode == "max" or bags.weights is not None:
             return super().lookup_bags(bags, context)
-        counted = self._counted(bags, context)
-        out = self._in_order(self._pool(counted, context), context.dtype)
-        return out / counted.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
+        out = self._in_order(self.parts(bags, context), context.dtype)
+        lengths = bags.offsets.diff().view(self.num_tables, -1)
+        return out / lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
 
-    def _counted(self, bags: Bags, context: LookupContext) -> CountedBags:
-        fixed = context.bag_sizes if self.padding_idx is None else None
-        return CountedBags.of(bags, self.num_tables, fixed)
-
-    def _pool(self, bags: CountedBags, context: LookupContext) -> list[Tensor]:
+    def _pool(self, given: Bags, context: LookupContext) -> list[Tensor]:
         """The sums of bags, ``[B, F_i, D]``, tables in ``order``."""
-        found = []
+        fixed = context.bag_sizes if self.padding_idx is None else None
+        bags, found = CountedBags.of(given, self.num_tables, fixed), []
         if self.replicated is not None:
             own = bags.select(self._replicated, self.replicated_tables)
             found.append(
@@ -275,29 +267,28 @@ class ShardedTables(Embedding):
         result = got.view(len(sizes), len(flat_ids), self.embedding_dim).sum(0)
 
         if self.replicated is not None:
-            starts = torch.full_like(self._tables, -1)
-            starts[self._replicated] = self._starts
-            first_rows = starts[flat_tables]
-            mine = (first_rows >= 0).nonzero()[:, 0]
-            rows = (first_rows + flat_ids)[mine]
-            local = lookup(self.replicated, rows, sparse=self.sparse, sorter=context.sorter)
+            rows, here = held_rows_torch(flat_ids, flat_tables, self._replicated_rows)
+            mine = here.nonzero()[:, 0]
+            local = lookup(self.replicated, rows[mine], sparse=self.sparse, sorter=context.sorter)
             result = result.index_copy(0, mine, local)
         return result.view(*ids.shape, self.embedding_dim)
 
     @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Copy the local chunks of dense tables, each ``[V, D]``."""
-        self._check_dense(weights)
-        for table, weight in enumerate(weights):
-            for name, chunk in self.chunks(table):
-                chunk.copy_rows(self.get_parameter(name), weight, 0)
+    def copy_rows(self, table: int, rows: Tensor, start: int = 0) -> None:
+        """Copy rows ``[n, D]`` of a table, from row ``start`` on, to the local chunks."""
+        for name, chunk in self.chunks(table):
+            low, high = max(chunk.rows[0], start), min(chunk.rows[1], start + len(rows))
+            shift, weight = chunk.at - chunk.rows[0], self.get_parameter(name)
+            for at, part in chunks_to_write(weight, low + shift, max(low, high) + shift):
+                first = at - shift - start
+                part.copy_(rows[first : first + len(part), slice(*chunk.columns)])
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table, over all processes; replicas are counted once."""
         row = self.embedding_dim * next(self.parameters()).element_size()
         if self.dtype is not None:
             row = record_bytes(self.embedding_dim, 8)
-        return [{"weights": rows * row} for rows in self.num_embeddings]
+        return [{"weights": rows * row} for rows in self.num_kept]
 
     # State dicts ------------------------------------------------------------------------------
 
@@ -318,7 +309,7 @@ class ShardedTables(Embedding):
                 offset = (first_row + chunk.rows[0], 0 if per_row else chunk.columns[0])
                 height = chunk.rows[1] - chunk.rows[0]
                 parts.append((offset, tensors[name].detach()[chunk.at : chunk.at + height]))
-        shape = sum(self.num_embeddings), 1 if per_row else self.embedding_dim
+        shape = sum(self.num_kept), 1 if per_row else self.embedding_dim
         return LocalShards(shape, parts, next(iter(tensors.values())).dtype)
 
     def _packed_shards(self, parameters: Mapping[str, Tensor]) -> LocalShards:
@@ -329,19 +320,27 @@ class ShardedTables(Embedding):
                 begin, end = (chunk.at + row - chunk.rows[0] for row in chunk.rows)
                 data = storage(parameters[name])[0][begin * record : end * record]
                 parts.append((((first_row + chunk.rows[0]) * record,), data))
-        return LocalShards((sum(self.num_embeddings) * record,), parts, torch.uint8)
+        return LocalShards((sum(self.num_kept) * record,), parts, torch.uint8)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._without(self._parameters):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.shards(dict(self.named_parameters()))
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        shape: tuple[int, ...] = sum(self.num_embeddings), self.embedding_dim
+        rest = {name: value for name, value in state_dict.items() if name != f"{prefix}weight"}
+        with self._without(self._parameters):
+            super()._load_from_state_dict(
+                rest, prefix, metadata, strict, missing, unexpected, errors
+            )
+
+        shape: tuple[int, ...] = sum(self.num_kept), self.embedding_dim
         if self.dtype is not None:
             shape = (shape[0] * record_bytes(self.embedding_dim, 8),)
-        weight = saved_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
+        weight = saved_weight(state_dict, prefix, shape, missing, errors)
         if weight is None:
             return
 
@@ -349,7 +348,8 @@ class ShardedTables(Embedding):
         if not isinstance(weight, Tensor):
             weight.copy_to(own)
         elif self.dtype is None:
-            self.load_dense(weight.split(self.num_embeddings))
+            for table, rows in enumerate(weight.split(self.num_kept)):
+                self.copy_rows(table, rows)
         else:
             with torch.no_grad():
                 for (first,), part in own.parts.items():
@@ -375,16 +375,3 @@ class Chunk:
     at: int
     rows: tuple[int, int]
     columns: tuple[int, int]
-
-    def copy_rows(self, parameter: Tensor, rows: Tensor, start: int) -> None:
-        """Copy the rows of this chunk from ``rows [n, D]``, the table's rows from ``start`` on."""
-        low, high = max(self.rows[0], start), min(self.rows[1], start + len(rows))
-        if low >= high:
-            return
-        values = rows[low - start : high - start, slice(*self.columns)]
-        shift = self.at - self.rows[0]
-        if packed_rows(parameter) is None:
-            parameter[low + shift : high + shift].copy_(values)
-        else:
-            to = torch.arange(low + shift, high + shift, device=parameter.device)
-            write_rows(parameter, to, values)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dlrm.distributed.peer_memory import on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
+from dlrm.embeddings.common.dynamic_tables import SLOT_BYTES, shared_rows, slots_of
 from dlrm.kernels.update.packed import BITS
 
 # Number of weights from which a table is sharded by default: 12,000 rows of dim 128, or 96,000 of
@@ -23,6 +24,7 @@ from dlrm.kernels.update.packed import BITS
 # from 12,000 rows, and 4.86 from 50,000; a step of the Kaggle model with tt takes 1.74 ms with one
 # sharded table of 93,145 rows, and 1.61 with none.
 LARGE = 1_536_000
+SHARDED = ("dense", "dynamic", "paged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +61,14 @@ def make_sharding_plan(
     Args:
         world: the processes.
         names: names of the features.
-        spec: the arguments of the model. Paged and dense tables can be sharded.
+        spec: the arguments of the model. Paged, dense and dynamic tables can be sharded.
         counts: returns the number of occurrences of each id of each table; called only if tables
             are sharded. None if every table is looked up once per sample.
         rule: rule of the optimizer of the embeddings, one of ``dlrm.kernels.update.rules.RULES``.
         by: sharding type: auto, replicate, table, row or column.
         tables: sharding types of single tables by name.
-        threshold: replicate dense tables with fewer rows; None: with fewer than ``LARGE`` weights.
+        threshold: replicate dense and dynamic tables with fewer rows; None: with fewer than
+            ``LARGE`` weights.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
         exchange: peers, collective, or auto: peers if GPUs of one host can access each other. With
             ``counts``, bags are exchanged by collectives.
@@ -78,11 +81,17 @@ def make_sharding_plan(
             type does not allow its sharding type; pages have devices; or processes can't access
             each other.
     """
-    num_embeddings, plan = spec["num_embeddings"], spec["plan"]
+    plan = spec["plan"]
+    num_rows, slots = list(spec["num_embeddings"]), [0] * len(plan)
+    for table, (kind, options) in enumerate(plan):
+        if kind == "dynamic":
+            (slots[table],) = slots_of([num_rows[table]], options.get("rows"))
+            num_rows[table] = slots[table] + shared_rows(slots[table], options.get("shared"))
     _check_exchange(world, exchange)
     _check_devices(world, plan)
     dim = spec["embedding_dim"]
-    types = _sharding_types(names, spec, by, tables or {}, sharded_from(threshold, dim))
+    given = by, tables or {}, sharded_from(threshold, dim)
+    types = _sharding_types(names, num_rows, spec, *given)
     if world.size == 1 or set(types) == {"replicate"}:
         return None
 
@@ -95,9 +104,13 @@ def make_sharding_plan(
             "--optim.embeddings adagrad"
         )
     packed = False
-    for name, sharding_type, (_, options) in zip(names, types, plan, strict=True):
-        dtype = options.get("dtype", spec.get("tables_dtype"))
-        if sharding_type == "replicate" or dtype not in BITS:
+    for name, sharding_type, (kind, options) in zip(names, types, plan, strict=True):
+        if sharding_type == "column" and kind == "dynamic":
+            raise ValueError(
+                f"--sharding shards {name} by column, but a row of --emb dynamic is made and reset "
+                "as a whole: shard it by row or table"
+            )
+        if sharding_type == "replicate" or _dtype_of(options, spec) not in BITS:
             continue
         packed = True
         if sharding_type == "column":
@@ -117,11 +130,13 @@ def make_sharding_plan(
     gpus = range(torch.cuda.device_count()) if linked else []
     room = min((torch.cuda.get_device_properties(i).total_memory // 12 for i in gpus), default=0)
     shards = plan_shards(
-        num_embeddings, dim, world.size, sharding_types=types, loads=loads, counts=known,
+        num_rows, dim, world.size, sharding_types=types, loads=loads, counts=known,
         page=page, room=room, column_wise=not (whole_rows or packed),
     )  # fmt: skip
 
     text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
+    if index := sum(slots) * SLOT_BYTES:
+        text += f"\nevery rank: {index * 1e-6:,.1f} MB, the index of dynamic tables"
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
     text += ", of packed rows by collectives" if peers and packed else ""
     return ShardingPlan(world=world, shards=shards, comm_dtype=narrow, peers=peers, text=text)
@@ -134,28 +149,30 @@ def sharded_from(threshold: int | None, dim: int) -> int:
 
 def _sharding_types(
     names: Sequence[str],
+    num_rows: Sequence[int],
     spec: Mapping[str, Any],
     by: str,
     tables: Mapping[str, str],
     threshold: int,
 ) -> list[str]:
-    """The sharding type of each table; arguments as in :func:`make_sharding_plan`."""
+    """The sharding type of each table; other arguments as in :func:`make_sharding_plan`."""
     for name in tables:
         if name not in names:
             raise ValueError(
                 f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
             )
-    types = []
-    plan = spec["plan"]
+
+    types, plan = [], spec["plan"]
     shared = {options["with"] for _, options in plan if "with" in options}
-    for table, (name, rows, (kind, options)) in enumerate(
-        zip(names, spec["num_embeddings"], plan, strict=True)
-    ):
+    for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
         whole = table in shared or "mode" in options  # which shards can't look up
-        large = kind == "paged" or (kind == "dense" and rows >= threshold)
-        large &= not whole
+        large = kind == "paged" or (kind in SHARDED and rows >= threshold)
+        large &= not whole and _dtype_of(options, spec) != "int4"
         sharding_type = tables.get(name, by if large else "replicate")
-        if sharding_type != "replicate" and kind not in ("dense", "paged"):
+        if sharding_type == "auto" and kind == "dynamic":
+            sharding_type = "row"  # a hash spreads ids evenly over the rows
+
+        if sharding_type != "replicate" and kind not in SHARDED:
             raise ValueError(
                 f"--sharding.tables shards {name} by {sharding_type}, but tables of kind {kind} "
                 "are replicated: remove it there"
@@ -167,6 +184,11 @@ def _sharding_types(
             )
         types.append(sharding_type)
     return types
+
+
+def _dtype_of(options: Mapping[str, Any], spec: Mapping[str, Any]) -> str | None:
+    """The type of a table with these options."""
+    return options.get("dtype", spec.get("tables_dtype"))
 
 
 def _check_devices(world: World, plan: Sequence[tuple[str, Mapping[str, Any]]]) -> None:

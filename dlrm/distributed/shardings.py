@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from dlrm.distributed.world import World, exchange
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
-from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, lookup_tables
 
 
 class Sharding(nn.Module, ABC):
@@ -64,14 +65,12 @@ class Sharding(nn.Module, ABC):
         self._add_buffer("_requested", requested)
         self._add_buffer("_slots", [self.tables.index(table) for table in requested])
         self._add_buffer("_mine", [shard.table for shard in self.mine])
-        self._add_buffer("_first", first)
-        self._add_buffer("_count", count)
+        self._add_buffer("_held", [first, count])
         self._add_buffer("_start", start)
         self._requested: Tensor  # tables of the shards of all ranks, rank after rank
         self._slots: Tensor  # positions of these among the tables
         self._mine: Tensor  # tables of the local shards
-        self._first: Tensor  # [F] first row of the local shard of each table
-        self._count: Tensor  # [F] its number of rows; 0 without one
+        self._held: Tensor  # [2, F] first row and number of rows of the local shard of each table
         self._start: Tensor  # [F] its first row in the weight
 
         self.peer_lookup: PeerLookup | None = None
@@ -79,7 +78,7 @@ class Sharding(nn.Module, ABC):
             self._make_peer_lookup()
 
     def _add_buffer(
-        self, name: str, values: Sequence[int], dtype: torch.dtype = torch.int64
+        self, name: str, values: Sequence[Any], dtype: torch.dtype = torch.int64
     ) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
 
@@ -123,12 +122,17 @@ class Sharding(nn.Module, ABC):
     def keys(self, ids: Tensor) -> Tensor:
         """The keys of ``ids [F, B]`` in look-ups at peers, ``[B, S]``."""
         keys = ids.index_select(0, self._slot_tables) + self._slot_keys[:, None]
-        return keys.t().contiguous()
+        return keys.t().to(self._slot_keys.dtype).contiguous()
 
     @property
     def order(self) -> list[int]:
         """The tables in the order in which their vectors are returned."""
         return self.tables
+
+    @property
+    def table_rows(self) -> TableRows:
+        """The local rows of each table of the group in the weight."""
+        return TableRows(self._start, held=self._held)
 
     def held(self) -> Iterator[tuple[Shard, int]]:
         """The local shards, each with its first row in the weight."""
@@ -139,9 +143,8 @@ class Sharding(nn.Module, ABC):
         self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
     ) -> Tensor:
         """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for rows of other ranks."""
-        rows = ids - self._first[tables]
-        inside = (rows >= 0) & (rows < self._count[tables])
-        rows = torch.where(inside, rows + self._start[tables], self.height)  # or the last row
+        rows, inside = held_rows_torch(ids, tables, self.table_rows)
+        rows = torch.where(inside, rows, self.height)  # or the last row
         return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -212,8 +215,7 @@ class Sharding(nn.Module, ABC):
 
         tables = TableRows(self._start[self._mine])
         if not self.complete:
-            held = torch.stack([self._first[self._mine], self._count[self._mine]])
-            tables = tables._replace(held=held)
+            tables = tables._replace(held=self._held[:, self._mine])
         if self.mine:
             found = lookup_bags(weight, tables, served.bags(), context=context)
         else:  # no vectors, but of the type that the other ranks send

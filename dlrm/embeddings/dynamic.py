@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any, Self, Unpack
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level, split_by_rows
+from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.fitting import index_add
-from dlrm.embeddings.common.initial_rows import initial_bound
-from dlrm.embeddings.common.row_caches import CountsIds
-from dlrm.embeddings.shared_rows import SharedRows
-from dlrm.kernels import require_integers
-from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
-from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
-from dlrm.kernels.dynamic.scores import RULES, Eviction
-from dlrm.kernels.dynamic.slot_index import (
-    EMPTY,
-    LANES,
-    NAMES,
-    Admission,
-    SlotIndex,
-    begin_step,
-    buckets_for,
+from dlrm.embeddings.common.dynamic_tables import (
+    LOAD,
+    SLOT_BYTES,
+    DynamicTables,
+    shared_rows,
+    slots_of,
 )
-from dlrm.kernels.lookup.tables import rows_of_torch
-from dlrm.kernels.update.packed import write_rows
+from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.kernels.lookup.tables import TableRows
 from dlrm.utils.bags import Bags
 
-LOAD = 0.8  # of the slots, if there is one for every id: they fit, even if all come in one step
-SLOT_BYTES = 12  # id and score
-CHUNK = 1 << 18  # ids of a dense table that are placed at a time
 FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
-_STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
 
 
-class Dynamic(CountsIds, SharedRows):
+class Dynamic(DynamicTables, SharedRows):
     """Rows for the ids that occur: an id gets a row when training first uses it, and loses it to
     another one when room is scarce.
 
@@ -73,120 +57,9 @@ class Dynamic(CountsIds, SharedRows):
         Two choices: Azar et al., "Balanced Allocations", SIAM J. Comput. 1999.
     """
 
-    per_table = frozenset({"rows"})
-    any_ids = True
-
-    def __init__(
-        self,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        *,
-        rows: int | list[int] | None = None,
-        shared: int | None = None,
-        evict: str = "lfu",
-        half_life: int = 1000,
-        age: int = 100_000,
-        admit: int = 1,
-        chance: float = 1.0,
-        **common: Unpack[Common],
-    ) -> None:
-        if evict not in RULES:
-            raise ValueError(
-                f"dynamic evict is {evict!r}; set --dynamic.evict to one of {', '.join(RULES)}"
-            )
-
-        # Numbers of 1 or more.
-        least = {"half_life": half_life, "age": age, "admit": admit}
-        least |= {} if shared is None else {"shared": shared}
-        for name, value in least.items():
-            if value < 1:
-                raise ValueError(f"dynamic {name} is {value}; set --dynamic.{name} to 1 or more")
-        if not 0 < chance <= 1:
-            raise ValueError(
-                f"dynamic chance is {chance}, it must be above 0, at most 1; set --dynamic.chance"
-            )
-
-        slots = [LANES * buckets_for(own) for own in _rows_of(num_embeddings, rows)]
-        if sum(slots) >= 2**31:
-            raise ValueError(
-                f"the tables have {sum(slots):,} rows together, dynamic takes up to 2^31 - 1: set "
-                "fewer --dynamic.rows, or give some of them other options, so that they form "
-                "another group"
-            )
-        self.num_slots = tuple(slots)
-        self.num_shared = tuple(_shared(own, shared) for own in slots)
-        kept = [own + few for own, few in zip(slots, self.num_shared, strict=True)]
-        super().__init__(num_embeddings, embedding_dim, kept, **common)
-
-        # The state of the index, which a checkpoint has, and what follows from the options.
-        index = SlotIndex.empty(slots, Eviction(evict, half_life, age), Admission(admit, chance))
-        self._rules = index.eviction, index.admission
-        known = zip(num_embeddings, slots, strict=True)
-        self.bounds = [initial_bound(own if ids >= MANY_IDS else ids) for ids, own in known]
-        for name in _STATE:
-            self.register_buffer(f"_{name}", getattr(index, name))
-        self.register_buffer("_seed", torch.randint(2**62, ()))
-        self._given_scores: Tensor | None = None  # of the shape of the ids, by set_clock
-        for name in _SIZES:
-            self.register_buffer(f"_{name}", getattr(index, name), persistent=False)
-        self.register_buffer("_num_shared", torch.tensor(self.num_shared), persistent=False)
-        self.register_buffer("_bounds", torch.tensor(self.bounds), persistent=False)
-        self._time: Tensor  # [3]
-        self._seed: Tensor  # []
-        self._first: Tensor  # [F]
-        self._num_shared: Tensor  # [F]
-        self._bounds: Tensor  # [F], of the first values of rows
-        follow_ids(self.weight)
-        self.reset_parameters()
-
     @property
-    def index(self) -> SlotIndex:
-        """The index of the slots, where it is now."""
-        buffers = {name: getattr(self, f"_{name}") for name in _STATE + _SIZES}
-        return SlotIndex(**buffers, eviction=self._rules[0], admission=self._rules[1])
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Forget all ids, and draw the rows that ids without a row of their own share."""
-        self._clear()
-        for table, few in enumerate(self.num_shared):
-            for _, part in self.rows_to_write(table):
-                part.zero_()
-            for _, part in self.rows_to_write(table, 0, few):
-                nn.init.uniform_(part, -self.bounds[table], self.bounds[table])
-
-    def _clear(self) -> None:
-        index, self._given_scores = self.index, None
-        index.ids.fill_(EMPTY)
-        for tensor in (index.scores, index.sketch, index.counts, index.time[:2]):
-            tensor.zero_()
-
-    def set_clock(self, value: int | Tensor) -> None:
-        """Set the clock by which ids are evicted, and stop it: it no longer follows the steps.
-
-        Under ``lru`` and ``age``, give the time, in any unit, before each step; ages are then in
-        that unit. Under ``score``, give the score of the ids of the coming step, from 0 to
-        2^23 - 1. It may be called between the steps of a captured graph.
-
-        Under ``score`` it may be a tensor of integers, one for each look-up: the highest one of an
-        id counts. It is read in every step until the next call, in captured ones too.
-
-        Raises:
-            ValueError: a tensor, and ids are not evicted by score.
-        """
-        each = isinstance(value, Tensor)
-        if each and self._rules[0].rule != "score":
-            raise ValueError(
-                f"each look-up has a score, but ids are evicted by {self._rules[0].rule}: set "
-                "--dynamic.evict score, or give one number"
-            )
-        self._given_scores = value if isinstance(value, Tensor) else None
-        self._time[1:] = torch.tensor([0 if each else value, 0])
-
-    # Looking up -------------------------------------------------------------------------------
-
-    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        return super().vectors(tables, self.local_rows(tables, ids), context)
+    def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
+        return [(self.weight, self._table_rows)]
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = self._placed_rows(self._tables[:, None], ids, context)
@@ -200,122 +73,8 @@ class Dynamic(CountsIds, SharedRows):
             return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
         return super().lookup_bags(replace(bags, ids=rows), context)
 
-    def _placed_rows(
-        self, tables: Tensor, ids: Tensor, context: LookupContext, end: Tensor | None = None
-    ) -> Tensor:
-        """The rows of look-ups within their tables; in training, new ids get theirs first."""
-        if not (self.training and torch.is_grad_enabled() and self.weight.requires_grad):
-            return self.local_rows(tables, ids)
-        begin_step(self.index)
-        if context.gather_ids is None:
-            return self._place(tables, ids, end)
-        self._place(*context.gather_ids(tables, ids), end)  # the same on every process
-        return self.local_rows(tables, ids)
-
-    def place(self, ids: Tensor) -> Tensor:
-        """Give rows to new ids ``[F, B]``, as a training step does; returns the row of each id
-        within its table.
-        """
-        begin_step(self.index)
-        return self._place(self._tables[:, None], ids, None)
-
-    @torch.no_grad()
-    def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
-        """Place ids in the step that has begun; returns the row of each in its table."""
-        scores = self._given_scores
-        if scores is not None and scores.shape != ids.shape:
-            raise ValueError(
-                f"the scores have shape {tuple(scores.shape)} and the ids {tuple(ids.shape)}: give "
-                "set_clock one score for each look-up of the step, in one process"
-            )
-        placed = place(self.index, self._num_shared, tables, ids, end=end)
-        if scores is not None:
-            raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
-
-        # An id that comes back starts from the row that it started from before.
-        reset_rows(
-            self.weight,
-            row_states(self.weight) or [],
-            self._table_rows,
-            self._num_shared,
-            placed,
-            tables,
-            ids,
-            self._bounds,
-            self._seed,
-        )
-        return placed.rows
-
-    def local_rows(self, tables: Tensor, ids: Tensor) -> Tensor:
-        """The rows of ids within their tables: of each table the shared ones come first. Nothing
-        changes; tables broadcast against ids.
-        """
-        return find_rows(self.index, self._num_shared, tables, ids)
-
-    def _check(self, tables: Tensor, ids: Tensor) -> None:
-        """Any integer is an id."""
-        require_integers(self._sizes, ids=ids)
-
-    # The tables as a whole --------------------------------------------------------------------
-
-    @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Copy the rows of dense tables, each ``[V, D]``, to the ids 0 to V - 1.
-
-        If they do not all fit, the first ones do: they are the most frequent. A shared row becomes
-        the mean of those of its other ids.
-        """
-        self._check_dense(weights)
-        self._clear()
-        begin_step(self.index)  # all ids are of one step, so that none is evicted
-        for table, weight in enumerate(weights):
-            few, dim = self.num_shared[table], self.embedding_dim
-            total = torch.zeros(few, dim + 1, device=weight.device)
-
-            # Rows of ids that got a slot; the others add to the sum of their shared row.
-            for start in range(0, len(weight), CHUNK):
-                part = weight[start : start + CHUNK]
-                ids = torch.arange(start, start + len(part), device=weight.device)
-                tables = torch.full_like(ids, table)
-                local = self._place(tables, ids, None)
-                own = local >= few
-                rows = rows_of_torch(local, tables, self._table_rows)
-                write_rows(self.weight, rows[own], part[own])
-                counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)
-                index_add(total, local[~own], counted[~own])
-
-            if total[:, dim].any():
-                for at, rows in self.rows_to_write(table, 0, few):
-                    part = total[at : at + len(rows)]
-                    rows.copy_(part[:, :dim] / part[:, dim:].clamp(min=1))
-        self.index.counts.zero_()
-
     def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
         raise AssertionError("load_dense places ids itself")
-
-    def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
-        if self.num_embeddings[table] >= MANY_IDS:
-            raise ValueError(
-                "the ids of this table are hashed texts: there is no dense table of all of them"
-            )
-        return super().to_dense(table, chunk=chunk)
-
-    def id_counts(self) -> Mapping[str, int]:
-        return dict(zip(NAMES, self.index.counts.tolist(), strict=True))
-
-    def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table: ``weights`` with the shared rows, and ``index`` for which id has
-        which row, with scores and sketch.
-        """
-        own = [SLOT_BYTES * slots for slots in self.num_slots]
-        rest = sum(
-            getattr(self, f"_{name}").nbytes for name in ("time", "sketch", "counts", "seed")
-        )
-        split = split_by_rows(rest, self.num_slots)
-        return [
-            {**table, "index": size + share}
-            for table, size, share in zip(super().footprint(), own, split, strict=True)
-        ]
 
     @classmethod
     def for_budget(
@@ -326,8 +85,8 @@ class Dynamic(CountsIds, SharedRows):
         slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
 
         def size(table: int, rows: int) -> int:
-            slots = LANES * buckets_for(_rows_of([table], max(rows, 1))[0])
-            return (slots + _shared(slots, shared)) * row + slots * slot_bytes + FIXED_BYTES
+            (slots,) = slots_of([table], max(rows, 1))
+            return (slots + shared_rows(slots, shared)) * row + slots * slot_bytes + FIXED_BYTES
 
         def cost(rows: int) -> int:
             return sum(min(table * row, size(table, rows)) for table in tables)
@@ -337,48 +96,3 @@ class Dynamic(CountsIds, SharedRows):
         return [
             None if table * row <= size(table, rows) else {"rows": max(rows, 1)} for table in tables
         ]
-
-    # Moving and loading may replace the parameter ----------------------------------------------
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        follow_ids(self.weight)
-        return self
-
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*arguments, **options)
-        follow_ids(self.weight)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        follow_ids(self.weight)
-
-
-def _rows_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) -> list[int]:
-    """Ids that have a row in each table, at most as many as it takes for all to fit.
-
-    Raises:
-        ValueError: none, or not one for each table, or none where the number of ids is unknown.
-    """
-    tables = len(num_embeddings)
-    each = [rows] * tables if rows is None or isinstance(rows, int) else list(rows)
-    if len(each) != tables or any(own is not None and own < 1 for own in each):
-        raise ValueError(
-            f"dynamic rows is {rows}: set --dynamic.rows to 1 or more; in code it may be a list of "
-            f"one for each of the {tables} tables"
-        )
-    found = []
-    for known, own in zip(num_embeddings, each, strict=True):
-        if known >= MANY_IDS and own is None:
-            raise ValueError(
-                "the number of ids is unknown, as they are hashed texts: set --dynamic.rows to the "
-                "ids of a table that have a row at a time"
-            )
-        most = None if known >= MANY_IDS else ceil(known / LOAD)
-        found.append(min(value for value in (own, most) if value is not None))
-    return found
-
-
-def _shared(slots: int, shared: int | None) -> int:
-    """Shared rows of a table with so many slots."""
-    return max(1, slots // LANES) if shared is None else shared

@@ -237,10 +237,14 @@ class Paged(Embedding):
         prefix: str,
         local_metadata: Any,
         strict: bool,
-        *lists: Any,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
+        if strict:
+            unexpected += {n for n in state_dict if n.startswith(prefix)} - {f"{prefix}weight"}
         shape = sum(self.num_embeddings), self.embedding_dim
-        weight = saved_weight(state_dict, prefix, shape, strict, *lists)
+        weight = saved_weight(state_dict, prefix, shape, missing, errors)
         if weight is not None:
             self.load_dense(weight.split(self.num_embeddings))
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlrm.data.batch import Batch
+from dlrm.distributed.sharded_kinds import ShardedDense, ShardedDynamic
 from dlrm.distributed.sharded_tables import ShardedTables
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.base import Embedding
@@ -90,7 +91,11 @@ class SparseArch(nn.Module):
                 group = build(kind, rows, embedding_dim, check_ids=False, dtype=packed, **options)
                 returned.append([f for slot in slots for f in self._features[slot]])
             else:
-                group = ShardedTables(rows, embedding_dim, own, check_ids=False, dtype=packed)
+                common: dict[str, Any] = {"plan": own, "check_ids": False, "dtype": packed}
+                if kind == "dynamic":
+                    group = ShardedDynamic(rows, embedding_dim, **common, **options)
+                else:
+                    group = ShardedDense(rows, embedding_dim, **common)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 

@@ -52,9 +52,7 @@ def saved_weight(
     state_dict: Mapping[str, Any],
     prefix: str,
     shape: tuple[int, ...],
-    strict: bool,
     missing: list[str],
-    unexpected: list[str],
     errors: list[str],
 ) -> Any:
     """Return the saved ``weight`` of a module that stores its rows in another form.
@@ -65,8 +63,6 @@ def saved_weight(
         The weight, or None if there is none of this shape; the lists of errors then say why.
     """
     key = f"{prefix}weight"
-    if strict:
-        unexpected += [name for name in state_dict if name.startswith(prefix) and name != key]
     weight = state_dict.get(key)
     if weight is None:
         missing.append(key)

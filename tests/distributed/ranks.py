@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm.data.batch import Batch
 from dlrm.distributed import shardings
 from dlrm.distributed.planner import plan_shards, shard_rows
-from dlrm.distributed.sharded_tables import ShardedTables
+from dlrm.distributed.sharded_kinds import ShardedDense
 from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
@@ -90,6 +90,7 @@ def train(
     world,
     kind,
     *,
+    own=None,
     rule="adagrad",
     multi_hot=False,
     clip_norm=None,
@@ -99,7 +100,7 @@ def train(
     **sharding,
 ):
     """Losses and gradient norms of a few steps, and the model."""
-    plan = [("dense", {})] + [(kind, OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
+    plan = [("dense", {})] + [(kind, own or OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
     recipe = {"num_dense": 4, "num_embeddings": SIZES, "embedding_dim": 8, "plan": plan}
     recipe["tables_dtype"] = dtype
     torch.manual_seed(0)
@@ -146,7 +147,22 @@ def check_training(world, name, kind, **options):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=noise, msg=name)
 
 
-COMMON = {"rule", "multi_hot", "clip_norm", "dtype", "precision", "totals"}
+COMMON = {"own", "rule", "multi_hot", "clip_norm", "dtype", "precision", "totals"}
+
+
+FEW = {"rows": 64, "half_life": 2}  # so that ids are evicted
+DYNAMIC = {
+    "all fit": {},
+    "evicted": {"own": FEW, "rule": "adam"},
+    "waiting": {"own": {**FEW, "admit": 2}},
+    "int8": {"own": FEW, "dtype": "int8", "threshold": 1, "exchange": "collective"},
+    "bags": {"own": FEW, "multi_hot": True},
+    "fixed bags": {
+        "own": {"rows": 1, "shared": 1},
+        "multi_hot": "fixed",
+        "rule": "rowwise_adagrad",
+    },
+}
 
 
 def check_a_bag_is_sent_as_one_vector(world):
@@ -162,7 +178,7 @@ def check_a_bag_is_sent_as_one_vector(world):
     offsets = torch.arange(0, len(ids) + 1, length)
     for by in ("table", "row"):
         shards = plan_shards(sizes, dim, world.size, sharding_types=[by] * 2)
-        group = ShardedTables(sizes, dim, ShardingPlan(world=world, shards=shards))
+        group = ShardedDense(sizes, dim, ShardingPlan(world=world, shards=shards))
         sent.clear()
         with mock.patch.object(shardings, "exchange", exchange):
             group(ids, offsets)
@@ -201,7 +217,7 @@ def check_pages(world):
             torch.manual_seed(3)
             dense = Dense(sizes, 8, mode=mode)
             torch.manual_seed(3)
-            group = ShardedTables(sizes, 8, ShardingPlan(world=world, shards=shards), mode=mode)
+            group = ShardedDense(sizes, 8, ShardingPlan(world=world, shards=shards), mode=mode)
             expected, found = dense(ids, offsets), group(ids, offsets)
             # Holders add up the rows that they have of a bag, in another order than one process.
             split = name in ("row", "counted", "mixed") and mode != "max"
@@ -251,6 +267,10 @@ def main():
         for bags in (False, True):
             options = {"by": by, "multi_hot": bags, "threshold": 1, "dtype": "int8"}
             check_training(world, f"int8 by {by}, {bags}", "dense", **options)
+    for by, exchange in (("row", "peers"), ("table", "collective")):
+        for name, options in DYNAMIC.items():
+            options = {"threshold": 40, "by": by, "exchange": exchange, **options}
+            check_training(world, f"dynamic, {name}, by {by}", "dynamic", **options)
     check_training(world, "multi-hot cache", "tt", multi_hot=True)
     check_training(world, "no ids", "hash", multi_hot=True, rule="adam")
     for bags in (True, "fixed"):

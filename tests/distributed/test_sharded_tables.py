@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlrm.distributed.sharded_tables import ShardedTables
+from dlrm.data.schema import HASHED
+from dlrm.distributed.sharded_kinds import ShardedDense
 from dlrm.distributed.sharding_plan import LARGE, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
@@ -68,6 +69,23 @@ def test_peers_on_several_hosts_are_refused():
     message = "needs all processes on one host.*use --sharding.exchange coll"
     with pytest.raises(ValueError, match=message):
         make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, threshold=100, exchange="peers")
+
+
+def test_rows_of_any_ids_are_sharded_by_row_and_those_in_int4_not():
+    plan = [("dynamic", {"rows": 1000}), ("dynamic", {}), ("dense", {"dtype": "int4"})]
+    recipe = {**RECIPE, "num_embeddings": [HASHED, 20, 10**6], "plan": plan}
+    world = World(rank=0, size=2)
+    found = make_sharding_plan(world, NAMES, recipe, threshold=100)
+    assert [(shard.table, shard.rows) for shard in found.shards] == [
+        (0, (0, 528)),
+        (0, (528, 1056)),
+    ]
+    assert "every rank: 0.0 MB, the index of dynamic tables" in found.text
+    for tables in ({"a": "table"}, {"a": "table", "b": "auto"}):
+        found = make_sharding_plan(world, NAMES, recipe, threshold=100, tables=tables)
+        assert {shard.table for shard in found.shards} == {0, *range(1, len(tables))}
+    with pytest.raises(ValueError, match="shards a by column, but a row of --emb dynamic is made"):
+        make_sharding_plan(world, NAMES, recipe, threshold=100, by="column")
 
 
 @pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
@@ -139,7 +157,7 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
         world = World(rank=rank, size=size)
         sharding = make_sharding_plan(world, NAMES, recipe, by=by, threshold=100)
         torch.manual_seed(0)
-        group = ShardedTables(SIZES, 8, sharding)
+        group = ShardedDense(SIZES, 8, sharding)
         shards = group.state_dict()["weight"]
         assert shards.size() == dense.weight.shape
         for (row, column), values in shards.parts.items():
@@ -173,7 +191,7 @@ def test_the_records_of_all_ranks_are_those_of_dense_tables(by):
         world = World(rank=rank, size=2)
         sharding = make_sharding_plan(world, NAMES, recipe, by=by, threshold=100)
         torch.manual_seed(0)
-        group = ShardedTables(SIZES, 8, sharding, dtype="int8")
+        group = ShardedDense(SIZES, 8, sharding, dtype="int8")
         assert group.footprint() == dense.footprint()
         shards = group.state_dict()["weight"]
         assert shards.size() == records.shape
@@ -200,10 +218,10 @@ def test_packed_rows_are_whole():
     with pytest.raises(ValueError, match="shards a by column, but its packed rows have one scale"):
         make_sharding_plan(world, NAMES, recipe, by="column", **options)
     with pytest.raises(ValueError, match="tables in int4 can't be sharded"):
-        ShardedTables(SIZES, 32, found, dtype="int4")
+        ShardedDense(SIZES, 32, found, dtype="int4")
     columns = make_sharding_plan(world, NAMES, {**recipe, "tables_dtype": "fp32"}, **options)
     with pytest.raises(ValueError, match="can't be sharded by column"):
-        ShardedTables(SIZES, 32, columns, dtype="int8")
+        ShardedDense(SIZES, 32, columns, dtype="int8")
 
 
 def test_rows_rounded_by_chance_need_gpus():

@@ -161,6 +161,25 @@ def test_it_waits_for_days_and_is_killed_in_one(
     assert states(tmp_path / "killed") == states(tmp_path / "whole")
 
 
+def test_processes_with_a_part_of_the_rows_each_follow_as_one_does(
+    follow, start, command, bring, losses, days_of, tmp_path
+):
+    options = ["--dynamic.rows", "{item: 1, default: 64}", "--optim.embeddings", "adam"]
+    whole, parts, directory = tmp_path / "whole", tmp_path / "parts", bring(0, 1)
+    follow("whole", directory, *options)
+    given = command("parts", "--follow", directory, "--follow_wait", "0", *DYNAMIC, *options)
+    done = start("train", *given[2:], "--sharding.threshold", "40", processes=2).wait()
+    assert done.returncode == 0, done.stderr
+    assert "rank 1: 0.0 MB, 50% of the look-ups: user rows 33-66" in done.stdout
+
+    assert losses(parts) == pytest.approx(losses(whole), abs=1e-5)
+    (one,), (two,) = days_of(whole), days_of(parts)
+    assert two["day/auc"] == pytest.approx(one["day/auc"], abs=1e-3)
+    index = {name: own for name, own in states(parts).items() if ".groups.0._" in name}
+    assert len(index) == 6
+    assert index.items() <= states(whole).items(), "the same ids in the same slots"
+
+
 def test_validation_rows_of_a_day_calibrate_and_the_latest_state_is_the_result(
     follow, bring, lines, result, tmp_path
 ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
@@ -65,10 +65,10 @@ class PacksRows(nn.Module):
         return {name: weight for name, weight in own if isinstance(weight, PackedParameter)}
 
     @contextmanager
-    def _without_packed(self) -> Iterator[None]:
-        """Hide packed rows from ``nn.Module``, which would read their elements."""
+    def _without(self, names: Iterable[str]) -> Iterator[None]:
+        """Hide parameters from ``nn.Module``, such as packed rows, whose elements it would read."""
         every = dict(self._parameters)
-        for name in self._packed():
+        for name in [*names]:
             del self._parameters[name]
         try:
             yield
@@ -94,7 +94,7 @@ class PacksRows(nn.Module):
         packed = {prefix + name: weight.packed.data for name, weight in self._packed().items()}
         rest = {key: value for key, value in state_dict.items() if key not in packed}
         lists = missing_keys, unexpected_keys, error_msgs
-        with self._without_packed():
+        with self._without(self._packed()):
             super()._load_from_state_dict(rest, prefix, local_metadata, strict, *lists)
         for key, data in packed.items():
             saved = state_dict.get(key)
@@ -109,7 +109,7 @@ class PacksRows(nn.Module):
                 data.copy_(saved)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        with self._without_packed():
+        with self._without(self._packed()):
             super()._apply(fn, recurse)
         for name, weight in self._packed().items():
             data, grad = fn(weight.packed.data), weight.grad

@@ -12,7 +12,7 @@ from dlrm.kernels.dynamic._index import Lookups
 from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed
-from dlrm.kernels.lookup.tables import TableRows, row_of, rows_of_torch
+from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, row_of
 from dlrm.kernels.update.packed import CHUNK, storage, store_packed, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
@@ -51,8 +51,8 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
 @triton.jit
 def _reset_rows(
     data, wide, states, table_rows, num_shared, lookups, placed, bounds, seed,
-    D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    FORMAT: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write the first values of the rows that new ids got, and zero their states."""
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -65,6 +65,9 @@ def _reset_rows(
         table = tl.load(lookups.tables + k // lookups.repeat, mask=live, other=0)
         row = tl.load(placed.rows + k, mask=live, other=0)
         live &= row >= tl.load(num_shared + table)
+        if table_rows.held is not None:
+            row -= tl.load(table_rows.held + table)
+            live &= (row >= 0) & (row < tl.load(table_rows.held + F + table))
         row = row_of(row, table, table_rows)
         mask = live[:, None] & (column < D)
 
@@ -107,7 +110,7 @@ def reset_rows(
     Args:
         weight: ``[V, D]``, contiguous, also packed.
         states: one entry per row or weight each, contiguous, from :func:`row_states`.
-        table_rows: the rows of the tables in the weight.
+        table_rows: the rows of the tables in the weight, or those of them that it holds.
         num_shared: shared rows of each table, ``[F]``.
         placed: the new ids among the look-ups.
         tables, ids: of the look-ups, as given to :func:`dlrm.kernels.dynamic.index.place`.
@@ -125,9 +128,9 @@ def reset_rows(
     block_d = max(2, triton.next_power_of_2(dim))
     block = max(1, TILE // block_d)
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
-        data, wide, tuple(states), table_rows, num_shared, lookups, placed, bounds, seed, D=dim,
-        WIDTHS=tuple(state.numel() // len(weight) for state in states), BLOCK=block,
-        BLOCK_D=block_d, FORMAT=packing,
+        data, wide, tuple(states), table_rows, num_shared, lookups, placed, bounds, seed,
+        F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d, FORMAT=packing,
+        WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
 
@@ -146,8 +149,9 @@ def reset_rows_torch(
     """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
     at, tables = placed.missing[: int(placed.number)].long(), tables.expand_as(ids).reshape(-1)
     at = at[placed.rows.view(-1)[at] >= num_shared[tables[at]]]
+    rows, here = held_rows_torch(placed.rows.view(-1)[at], tables[at], table_rows)
+    at, rows = at[here], rows[here]
     table, id = tables[at], ids.reshape(-1)[at].long()
-    rows = rows_of_torch(placed.rows.view(-1)[at], table, table_rows)
     for part, of_part, some in zip(
         rows.split(CHUNK), table.split(CHUNK), id.split(CHUNK), strict=True
     ):

@@ -21,7 +21,7 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import RowSource, Weight
-from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, lookup, rows_of_torch, tiling
+from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, held_rows_torch, lookup, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
@@ -304,13 +304,10 @@ def lookup_bags_torch(
     batch = bags.count // num_tables
     lengths = offsets.diff().view(num_tables, batch).sum(1)
     numbers = torch.repeat_interleave(lengths, output_size=ids.numel())  # the table of each id
+    rows, here = held_rows_torch(ids, numbers, tables)
     if tables.held is not None:
-        first, count = tables.held
-        ids = ids - first[numbers]
-        here = (ids >= 0) & (ids < count[numbers])
-        offsets, numbers, ids = offsets_of(here)[offsets], numbers[here], ids[here]
+        offsets, rows = offsets_of(here)[offsets], rows[here]
 
-    rows = rows_of_torch(ids, numbers, tables)
     plain = type(source) is Weight and packed_rows(source.weight) is None
     if not plain or mode == "max":
         # PyTorch reads no other rows, and for max it would make a dense gradient of the table.

@@ -47,8 +47,8 @@ class TableRows(NamedTuple):
     narrow_starts: Tensor | None = None
     """And the first row of the second part."""
     held: Tensor | None = None
-    """Only for bags: the first id and the number of ids of each table whose rows are here,
-    ``[2, F]``; other ids add nothing and have no gradient. None: all rows are here."""
+    """Only for bags and new ids: the first id and the number of ids of each table whose rows are
+    here, ``[2, F]``; other ids add nothing and have no gradient. None: all rows are here."""
 
 
 NO_TABLES: TableRows = TableRows._make([None] * 7)
@@ -360,3 +360,14 @@ def rows_of_torch(ids: Tensor, numbers: Tensor, tables: TableRows) -> Tensor:
     wide = tables.num_wide[numbers]
     narrow = tables.narrow_starts[numbers] - wide
     return ids + torch.where(ids < wide, tables.starts[numbers], narrow)
+
+
+def held_rows_torch(ids: Tensor, numbers: Tensor, tables: TableRows) -> tuple[Tensor, Tensor]:
+    """The rows of ids as of :func:`rows_of_torch`, and which of them are here, see
+    :attr:`TableRows.held`.
+    """
+    if tables.held is None:
+        return rows_of_torch(ids, numbers, tables), torch.ones_like(ids, dtype=torch.bool)
+    first, count = tables.held
+    ids = ids - first[numbers]
+    return rows_of_torch(ids, numbers, tables), (ids >= 0) & (ids < count[numbers])

@@ -19,8 +19,8 @@ def weight_of(kind, rows, dim):
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "int8", "int4"], ids=str)
-@pytest.mark.parametrize("dim", [1, 6])
-def test_only_the_rows_of_new_ids_are_reset(kind, dim):
+@pytest.mark.parametrize(("dim", "sharded"), [(1, False), (6, False), (6, True)])
+def test_only_the_rows_of_new_ids_are_reset(kind, dim, sharded):
     weights = [weight_of(kind, 40, dim) for _ in range(2)]
     tables = torch.tensor([[0], [1]], device=DEVICE)
     ids = torch.tensor([[3, -1, 3], [2**63 - 1, 7, 8]], device=DEVICE)
@@ -29,6 +29,9 @@ def test_only_the_rows_of_new_ids_are_reset(kind, dim):
     number = torch.tensor([4], dtype=torch.int32, device=DEVICE)
     few = torch.tensor([2, 1], device=DEVICE)  # so that the fourth of them got no slot
     start = TableRows(torch.tensor([0, 20], device=DEVICE))
+    if sharded:  # these rows, and others elsewhere that are not reset: 4 of table 0, 1 of table 1
+        held = torch.tensor([[4, 10], [1, 8]], device=DEVICE)
+        start = TableRows(torch.tensor([4, 30], device=DEVICE), held=held)
     bounds = torch.tensor([0.1, 0.37], device=DEVICE)
     seed = torch.tensor(11, device=DEVICE)
 
@@ -44,13 +47,13 @@ def test_only_the_rows_of_new_ids_are_reset(kind, dim):
         reset_rows(weight, states, start, few, placed, tables, ids, bounds, seed, impl=impl)
         after = read_rows(weight, torch.arange(40, device=DEVICE))
         new = torch.zeros(40, dtype=torch.bool, device=DEVICE)
-        new[[4, 21, 32]] = True
+        new[[4, 32] if sharded else [4, 21, 32]] = True
         assert torch.equal(after[~new], before[~new])
         for state in states:
             assert torch.equal(state.reshape(40, -1)[:, 0] == 0, new)
         found.append(after[new])
 
-    own = missing[:3].long()
+    own = missing[[0, 2] if sharded else [0, 1, 2]].long()
     exact = first_values(
         tables.expand(2, 3).reshape(-1)[own], ids.reshape(-1)[own], bounds, seed, dim
     )

@@ -1,0 +1,100 @@
+"""The kinds of tables that can be sharded over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.distributed.sharded_tables import ShardedTables
+from dlrm.distributed.sharding_plan import ShardingPlan
+from dlrm.distributed.shardings import Sharding
+from dlrm.embeddings.base import Common
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.dynamic_tables import DynamicTables
+from dlrm.embeddings.common.initial_rows import initial_bound
+from dlrm.kernels.lookup.tables import TableRows
+from dlrm.utils.bags import Bags
+
+CHUNK = 1 << 20  # rows initialized at a time
+
+
+class ShardedDense(ShardedTables):
+    """Dense tables in shards; equal to a dense group of the same seed."""
+
+    grows = True
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        plan: ShardingPlan,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, plan, **common)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize the rows like a dense group: each process draws all, and keeps its own."""
+        like = next(self.parameters())
+        for table, rows in enumerate(self.num_embeddings):
+            for start in range(0, rows, CHUNK):
+                drawn = like.new_empty(min(CHUNK, rows - start), self.embedding_dim)
+                nn.init.uniform_(drawn, -initial_bound(rows), initial_bound(rows))
+                self.copy_rows(table, drawn, start)
+
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Copy the local chunks of dense tables, each ``[V, D]``."""
+        self._check_dense(weights)
+        for table, weight in enumerate(weights):
+            self.copy_rows(table, weight)
+
+
+class ShardedDynamic(DynamicTables, ShardedTables):
+    """Tables of any ids whose rows are in shards; equal to a dynamic group of the same seed.
+
+    Every process has the whole index and places the ids of all, so that all agree on which id has
+    which row. A new row is initialized by the process that holds it. Tables are not sharded by
+    column.
+
+    Args:
+        plan: the processes, and the shards of the rows that the tables keep: of each table the
+            shared ones come first.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        plan: ShardingPlan,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, plan=plan, **options)
+        assert self.mode == "sum"
+
+    @property
+    def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
+        parts = [
+            (self.get_parameter(sharding.name), sharding.table_rows)
+            for sharding in self._shardings()
+        ]
+        if self.replicated is not None:
+            parts.append((self.replicated, self._replicated_rows))
+        return parts
+
+    def at_peers(self) -> list[Sharding]:
+        """None: rows can't be sorted ahead of a step, in which their ids get them."""
+        return []
+
+    def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
+        if isinstance(ids, Bags):
+            rows = self._placed_rows(ids.tables(self.num_tables), ids.ids, context)
+        else:
+            rows = self._placed_rows(self._tables[:, None], ids, context)
+        if max(self.num_kept) < 2**31:  # fewer bytes to send
+            rows = rows.int()
+        return super().parts(replace(ids, ids=rows) if isinstance(ids, Bags) else rows, context)
