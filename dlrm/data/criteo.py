@@ -11,12 +11,15 @@ from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 from dlrm.data.prepare.bad_rows import BadRowsRule
 from dlrm.data.prepare.column_options import SplitOptions
-from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
+from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
 from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
+from dlrm.data.prepare.files import without_empty
+from dlrm.data.prepare.infer import read_types
 from dlrm.data.prepare.learner import EarlierIds
 from dlrm.data.prepare.pipeline import Preparation, RunOptions, require_fingerprint
 from dlrm.data.prepare.spill import Spilled
 from dlrm.data.prepare.splitting import Splitter
+from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.vocabulary import open_vocabulary
 from dlrm.data.schema import META_FILE, Meta
@@ -103,7 +106,7 @@ def prepare(
         ValueError: there are bad rows (unless they are to be skipped) or no rows to train on, or
             another process is preparing ``output``.
     """
-    paths = _files(inputs)
+    paths = without_empty(_files(inputs))
 
     earlier = None
     if options.ids_of is not None:
@@ -117,9 +120,10 @@ def prepare(
         return Splitter(ranges=split_rows(options.split, [spilled.rows_of[path] for path in paths]))
 
     plan = criteo_plan(options.as_dict())
+    files = list(map(open_log, paths))
     preparation = Preparation(
-        source=CriteoRows(
-            paths=paths, transform=plan.options.transform, cap=plan.cap, limit=options.limit
+        source=TableRows(
+            files=files, plan=plan, types=read_types(plan, files), limit=options.limit
         ),
         transform=Transform.of_criteo(plan),
         split=split,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import math
 import random
+import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ import pyarrow.parquet as pq  # isort: skip
 
 from dlrm.commands import prepare_criteo
 from dlrm.data.criteo import Options, prepare
+from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
+from dlrm.data.prepare.infer import read_types
+from dlrm.data.prepare.table_rows import TableRows
+from dlrm.data.prepare.values import NUMBER_MISSING
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
 from dlrm.utils.documents import read_json
 
@@ -37,16 +42,17 @@ FIELDS = (
 
 def plain_rows(data: bytes) -> tuple[list[Row], int]:
     """The good rows of a raw file, and the number of its bad ones, read in the plainest way."""
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    rows = [row for line in lines if (row := plain_row(line.removesuffix(b"\r")))]
+    lines = re.split(rb"[\r\n]+", data.removeprefix(b"\xef\xbb\xbf"))
+    lines = [line for line in lines if line]
+    rows = [row for line in lines if (row := plain_row(line))]
     return rows, len(lines) - len(rows)
 
 
 def plain_row(line: bytes) -> Row | None:
     try:
-        label, *fields = line.decode("ascii").split("\t")
+        label, *fields = line.decode().split("\t")
+        label = re.sub(r"\.0*$", "", label.strip()).lower()
+        label = {"false": "0", "true": "1"}.get(label, label)
         if label not in ("0", "1") or len(fields) != 39:
             return None
         numbers = [plain_number(field) for field in fields[:13]]
@@ -57,12 +63,20 @@ def plain_row(line: bytes) -> Row | None:
 
 
 def plain_number(field: str) -> float:
-    if not field:
+    field = field.strip()
+    if field in NUMBER_MISSING:
         return 0.0
     assert set(field) <= set("0123456789+-.eE ")
-    value = float(field.strip(" "))
+    value = float(field)
     assert math.isfinite(value)
     return math.log(min(max(value, 0.0), float(np.finfo(np.float32).max)) + 1)
+
+
+def log_of(path: Path) -> TableRows:
+    """The rows of a log, to be converted."""
+    plan = criteo_plan({"dense_transform": "log1p"})
+    file = open_log(path)
+    return TableRows(files=[file], plan=plan, types=read_types(plan, [file]))
 
 
 def prepared_rows(directory: Path) -> list[Row]:

@@ -204,7 +204,7 @@ def test_skipped_rows_do_not_shift_the_others(criteo, predict, refused, tmp_path
     mixed = [wrong[0], *good[:5], wrong[1], *good[5:], wrong[2]]
     path = tmp_path / "rows"
     path.write_text("".join(mixed))
-    assert "rows, line 1: 1 columns, a row has 40" in refused(directory / "run", path)
+    assert "rows, row 1: 1 fields, a row has 40" in refused(directory / "run", path)
     found = predict(directory / "run", path, "--bad-rows", "skip")
     assert found["row"].tolist() == [2, 3, 4, 5, 6, *range(8, len(good) + 3)]
     expected = predict(directory / "run", directory / "data")
@@ -221,7 +221,7 @@ def test_several_files_are_numbered_through(criteo, table, predict, refused, tmp
     assert found["row"].tolist() == list(range(1, 21))
     (tmp_path / "part_1").write_text("".join(line[2:] for line in lines[10:20]))
     message = refused(directory / "run", tmp_path / "part_*")
-    assert "give all files the same columns and types, all or none with a label" in message
+    assert "part_1 has no column 'label', but" in message
     directory, rows = table
     (tmp_path / "many").mkdir()
     for i in range(2):

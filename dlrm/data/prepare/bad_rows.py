@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -25,7 +25,6 @@ class BadRow(ValueError):
         problem: what is wrong with the first of them, the rule and the remedy.
     """
 
-    unit = "row"
     where = ""
     kind = "not a row of the table"
     """In a count of bad rows."""
@@ -34,7 +33,7 @@ class BadRow(ValueError):
 
     def __init__(self, rows: Iterable[int], problem: str) -> None:
         super().__init__(problem)
-        self.rows = list(map(int, rows))
+        self.rows = np.fromiter(rows, np.int64)
         self.problem = problem
 
     def located(self, path: Path, first_row: int = 0) -> ValueError:
@@ -44,12 +43,11 @@ class BadRow(ValueError):
             path: the file.
             first_row: number of the first row of the batch in the file, from 0.
         """
-        if not self.rows:
+        if not len(self.rows):
             return ValueError(f"{path}{self.where}: {self.problem}")
         number = first_row + self.rows[0] + 1
-        row = f", {self.unit} {number:,}" if number else ""  # 0: the file as a whole
         remedy = f"; {self.remedy}" if self.remedy and path.is_file() else ""
-        return ValueError(f"{path}{row}{self.where}: {self.problem}{remedy}")
+        return ValueError(f"{path}, row {number:,}{self.where}: {self.problem}{remedy}")
 
 
 class BadValue(BadRow):
@@ -67,33 +65,14 @@ class BadValue(BadRow):
         self.kind = f"column {column!r}"
 
 
-class BadLine(BadRow):
-    """A line of a log that is no row of it.
-
-    Args:
-        row: its number; -1: the file as a whole.
-        kind: in a count of bad rows.
-        problem: the value and the rule.
-    """
-
-    unit = "line"
-    remedy = "correct the input, or skip bad rows with --bad-rows skip"
-
-    def __init__(self, row: int, kind: str, problem: str) -> None:
-        super().__init__([row], problem)
-        self.kind = kind
-        if kind.startswith("label"):
-            self.remedy = "correct the input"
-
-
 @dataclass
 class BadRows:
     """Bad rows, however many: a count of each kind, and the first few."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[dict[str, Any]] = field(default_factory=list)
-    """The first ``BAD_ROWS_KEPT``: ``file`` once it is known, ``row`` or ``line`` from 1 (without a
-    header), ``kind`` and ``message``."""
+    """The first ``BAD_ROWS_KEPT``: ``file`` once it is known, ``row`` from 1 (without a header),
+    ``kind`` and ``message``."""
 
     @property
     def count(self) -> int:
@@ -101,26 +80,27 @@ class BadRows:
         return self.kinds.total()
 
     @classmethod
-    def of(cls, bad: Mapping[int, BadRow]) -> Self:
-        """Those of a part, by their positions; the file is not known yet."""
-        made = cls()
-        for position in sorted(bad):
-            made.add(bad[position], position)
-        return made
+    def of(cls, errors: Sequence[BadRow], own: Callable[[int, BadRow], BadRow]) -> Self:
+        """Those of a part; its file is not known yet.
 
-    def add(self, error: BadRow, position: int) -> None:
-        """Add the next bad row of a part."""
-        self.kinds[error.kind] += 1
-        if len(self.first) < BAD_ROWS_KEPT:
-            row = {error.unit: position + 1, "kind": error.kind, "message": error.problem}
-            self.first.append(row)
+        Args:
+            errors: each with its rows, by rising positions in the part.
+            own: returns the error of a row alone, of which an error of several is given.
+        """
+        made = cls()
+        for error in errors:
+            made.kinds[error.kind] += len(error.rows)
+        some = [(row, error) for error in errors for row in error.rows[:BAD_ROWS_KEPT].tolist()]
+        for row, error in sorted(some, key=lambda one: one[0])[:BAD_ROWS_KEPT]:
+            alone = error if len(error.rows) == 1 else own(row, error)
+            made.first.append({"row": row + 1, "kind": alone.kind, "message": alone.problem})
+        return made
 
     def extend(self, other: BadRows, path: Path, before: int) -> None:
         """Add those of the next part of a file, with ``before`` rows of it before."""
         self.kinds.update(other.kinds)
         for row in other.first[: BAD_ROWS_KEPT - len(self.first)]:
-            unit = "line" if "line" in row else "row"
-            self.first.append({"file": str(path), **row, unit: before + row[unit]})
+            self.first.append({"file": str(path), **row, "row": before + row["row"]})
 
     def as_json(self) -> dict[str, Any]:
         """The content of ``bad_rows.json``."""

@@ -82,10 +82,10 @@ def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object) -> Non
         print_error(f"warning: {share:.1%} of the rows are left out: {problem}")
         return
     first = bad.first[0]
-    where = f"line {first['line']:,}" if "line" in first else f"row {first['row']:,}"
     remedy = f"; or keep only the other {spilled.rows:,} rows with --bad-rows skip-all"
     raise ValueError(
-        f"{problem}; {first['file']}, {where}: {first['message']}{remedy if spilled.rows else ''}"
+        f"{problem}; {first['file']}, row {first['row']:,}: {first['message']}"
+        f"{remedy if spilled.rows else ''}"
     )
 
 

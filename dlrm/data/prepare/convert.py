@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from . import values
+from . import category_values, values
 from .bad_rows import BadValue
 from .codes import label_rule, labels, split_codes
 from .columns import SPLIT, ColumnPlan, Feature
+from .numbers import Scaling
 
 
 def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:
@@ -22,8 +23,9 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
             null.
 
     Returns:
-        float64 for numbers, NaN where missing; dictionary arrays of texts for categories, large
-        lists of them for lists; label uint8, weight float32; passed columns as they are.
+        float64 for numbers, NaN where missing (those of Criteo: scaled, float32); dictionary arrays
+        of texts for categories, large lists of them for lists; label uint8, weight float32; passed
+        columns as they are.
 
     Raises:
         BadValue: a value does not fit the kind of its column.
@@ -64,12 +66,15 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
 def _feature_column(plan: ColumnPlan, feature: Feature, raw: pa.Array) -> pa.Array:
     column, own, missing = feature.column, feature.column.options, plan.options.missing
     if column.kind == "number":
-        return pa.array(values.numbers(raw, column.name, own.marks, missing))
+        found = values.numbers(raw, column.name, own.marks, missing)
+        if plan.hexadecimal:  # whose scaling is known: half as much is spilled
+            return pa.array(Scaling(transform=str(own.transform)).apply(found))
+        return pa.array(found)
     if plan.hexadecimal:
-        return values.hex_categories(raw, column.name, plan.cap)
+        return category_values.hex_categories(raw, column.name, plan.cap)
     if column.kind == "list":
-        return values.lists(raw, column.name, missing, own.separator, own.hash)
-    return values.categories(raw, column.name, missing, own.hash)
+        return category_values.lists(raw, column.name, missing, own.separator, own.hash)
+    return category_values.categories(raw, column.name, missing, own.hash)
 
 
 def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:

@@ -23,6 +23,7 @@ from ..parquet import read_footer
 from .column_options import DOUBLE, TableOptions
 from .text_blocks import BLOCK_BYTES, BlockReader
 from .text_formats import CsvLayout, CsvPart, JsonPart, PartRows, csv_row_end
+from .values import NUMBER_MISSING
 
 PARQUET_ROWS = 1 << 16  # of a part
 SUFFIXES = {
@@ -56,6 +57,11 @@ class ParquetPart:
     batch: pa.RecordBatch
     consumed: int
 
+    @property
+    def lines(self) -> int:
+        """The number of rows."""
+        return self.batch.num_rows
+
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
         """The columns with the names of ``types``, as the file has them."""
         return self.batch.select(list(types))
@@ -63,7 +69,7 @@ class ParquetPart:
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
         """The same, row by row."""
         rows = self.parse(types)
-        return PartRows(rows.num_rows, {}, lambda positions: rows.take(pa.array(positions)))
+        return PartRows(rows.num_rows, [], lambda positions: rows.take(pa.array(positions)))
 
 
 FilePart = CsvPart | JsonPart | ParquetPart
@@ -82,8 +88,8 @@ class RawFile:
     header: bool = False
     """Whether the first line of a CSV holds the names."""
     quotes: bool = True
-    missing: tuple[str, ...] = ()
-    """Texts that stand for a missing number in a CSV."""
+    missing: tuple[str, ...] = NUMBER_MISSING
+    """Texts that stand for a missing number in a CSV. Fewer of them take less time."""
     sha256: str | None = None
     """Known when all rows of a text have been read."""
 
@@ -107,8 +113,12 @@ class RawFile:
                 raise ValueError(f"{path} has {count} columns named {name!r}; rename them")
         return found
 
-    def parts(self, block_bytes: int = BLOCK_BYTES) -> Iterator[FilePart]:
+    def parts(self, block_bytes: int = BLOCK_BYTES, limit: int | None = None) -> Iterator[FilePart]:
         """All rows, in parts that depend on the content only.
+
+        Args:
+            block_bytes: size of the blocks that text is read in.
+            limit: of a text, read at most this many lines.
 
         Raises:
             ValueError: the file is empty, truncated or damaged.
@@ -122,9 +132,9 @@ class RawFile:
             names=self.names, delimiter=self.delimiter, quotes=self.quotes, missing=self.missing
         )
         skip = self.header
-        for block in file.blocks(block_bytes=block_bytes, row_end=row_end):
-            if block.empty:
-                raise ValueError(f"{self.path}: the file is empty; replace the file")
+        for block in file.blocks(limit, block_bytes, row_end):
+            if not block.data:
+                raise ValueError(f"{self.path}: the file is empty; replace it, or leave it out")
             if self.format == "json":
                 yield JsonPart(block=block)
                 continue
@@ -199,18 +209,22 @@ def _matches(path: Path) -> list[Path]:
 
 
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
-    """Open the files of one table; texts without any content are left out, if there are others.
+    """Open the files of one table; see :func:`without_empty`.
 
     Raises:
         ValueError: they differ in format or columns, or one is damaged.
     """
-    empty = [path for path in paths if _is_empty(path)] if len(paths) > 1 else []
-    if 0 < len(empty) < len(paths):
-        paths = [path for path in paths if path not in empty]
-        print_error(
-            f"note: {listing(list(map(str, empty)))} has nothing in it and counts as 0 rows"
-        )
-    files = [RawFile.open(path, options) for path in paths]
+    files = [RawFile.open(path, options) for path in without_empty(paths)]
+    require_one_table(files)
+    return files
+
+
+def require_one_table(files: Sequence[RawFile]) -> None:
+    """Check that files have one format and the same columns.
+
+    Raises:
+        ValueError: they differ.
+    """
     first = files[0]
     for other in files[1:]:
         if other.format != first.format:
@@ -219,7 +233,6 @@ def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
                 "one format"
             )
         _require_columns(other, first)
-    return files
 
 
 def _require_columns(other: RawFile, first: RawFile) -> None:
@@ -241,6 +254,15 @@ def _require_columns(other: RawFile, first: RawFile) -> None:
         raise ValueError(
             f"{other.path} has a column {further!r}, but {first.path} has none; {same}"
         )
+
+
+def without_empty(paths: Sequence[Path]) -> Sequence[Path]:
+    """The files that have any content; if some have, a note names the others."""
+    empty = [path for path in paths if _is_empty(path)] if len(paths) > 1 else []
+    if not 0 < len(empty) < len(paths):
+        return paths
+    print_error(f"note: {listing(list(map(str, empty)))} has nothing in it and counts as 0 rows")
+    return [path for path in paths if path not in empty]
 
 
 def _is_empty(path: Path) -> bool:
@@ -298,7 +320,7 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
         delimiter=delimiter,
         header=options.names is None,
         quotes=quotes,
-        missing=options.missing,
+        missing=(*NUMBER_MISSING, *options.missing),
     )
 
 

@@ -355,6 +355,7 @@ def read_types(
     """
     form = files[0].format
     text = pa.dictionary(pa.int32(), pa.string())
+    octets = pa.dictionary(pa.int32(), pa.binary())  # hex digits are checked all at once
     types: dict[str, pa.DataType] = {}
     inferred = {} if form != "json" else dict(json_types(files[0], skip_bad=skip_bad))
     for column in plan.needed:
@@ -362,6 +363,8 @@ def read_types(
         plain = column.kind == "number" and column.options.marks is None
         if (plain or moment) and column.name not in keep:
             types[column.name] = pa.float64()
+        elif plan.hexadecimal and column.kind == "category" and column.name not in keep:
+            types[column.name] = octets
         elif form == "csv":
             repeats = column.kind in ("category", "label", "split") and column.name not in keep
             types[column.name] = text if repeats else pa.string()

@@ -62,17 +62,13 @@ class Scaling:
         """The transformed ``values [n]``; missing ones are NaN and become 0."""
         x = values
         if self.transform in ("log", "log3"):
-            return shifted_log(np.nan_to_num(x, nan=0.0), self.transform)
+            low, shift = (0.0, 1.0) if self.transform == "log" else (-2.0, 3.0)
+            x = np.clip(np.where(np.isnan(x), 0.0, x), low, FLOAT32_MAX)
+            return np.log(x + shift).astype(np.float32)
         if self.transform in ("standard", "robust"):
             x = (x - self.center) / self.scale
             x = np.arcsinh(x) if self.transform == "robust" else x
         return np.nan_to_num(np.clip(x, -self.limit, self.limit), nan=0.0).astype(np.float32)
-
-
-def shifted_log(values: Floats, transform: str) -> NDArray[np.float32]:
-    """The transform ``log`` or ``log3`` of finite ``values [n]``."""
-    low, shift = (0.0, 1.0) if transform == "log" else (-2.0, 3.0)
-    return np.log(np.clip(values, low, FLOAT32_MAX) + shift).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)

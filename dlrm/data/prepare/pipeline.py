@@ -31,16 +31,16 @@ from .bad_rows import BadRowsRule
 from .checks import count_classes, note_weights, require_both_classes, require_rows
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
-from .row_source import RowSource
 from .spill import Spilled, spill_rows
 from .split_writer import write_splits
 from .splitting import Splitter, count_selected
+from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
 from .transform import TRANSFORM_FILE, Transform
 from .vocabulary import read_counts
 from .workspace import BAD_ROWS_FILE, Workspace
 
-FORMAT = 2  # of the spilled blocks; increment it when a restart cannot reuse older ones
+FORMAT = 3  # of the spilled blocks; increment it when a restart cannot reuse older ones
 
 
 class RunOptions(TypedDict, total=False):
@@ -60,7 +60,7 @@ class RunOptions(TypedDict, total=False):
 class Preparation:
     """What is prepared, and how."""
 
-    source: RowSource
+    source: TableRows
     transform: Transform
     """With the plan; what the rows have to tell is learned, unless there are earlier ids."""
     split: Callable[[Spilled], Splitter]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ...utils.atomic import atomic_write
 from .bad_rows import BadRows
 from .columns import Feature
-from .row_source import Part, RowSource, map_parts
+from .table_rows import FilePart, TableRows, map_parts
 from .workspace import Workspace
 
 WIDE = 200  # with more columns, a block stays open, as opening it takes time for each of them
@@ -110,7 +110,7 @@ class Spilled:
 
 
 def spill_rows(
-    source: RowSource,
+    source: TableRows,
     work: Workspace,
     *,
     skip_bad: bool,
@@ -125,7 +125,7 @@ def spill_rows(
             one.
     """
 
-    def spill(index: int, part: Part) -> tuple[SpilledBlock, int]:
+    def spill(index: int, part: FilePart) -> tuple[SpilledBlock, int]:
         path = work / "blocks" / f"{index:06}.arrow"
         done = path.exists() and (skip_bad or not SpilledBlock.open(path).bad.count)
         if not done:

@@ -26,19 +26,10 @@ class TextBlock:
     """Consecutive complete lines of one file."""
 
     path: Path
-    first_line: int
-    """Number of the first line in the file, counted from 1."""
     lines: int
     data: bytes
     consumed: int
     """Bytes of the file (before decompression) read up to here, for progress."""
-    labelled: bool = True
-    """Whether the lines of a log begin with the label."""
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing in the file at all."""
-        return not self.data
 
 
 class BlockReader:
@@ -102,13 +93,7 @@ class BlockReader:
                 data = _first_lines(data, lines)
             if not data and done:
                 return
-            yield TextBlock(
-                path=self.path,
-                first_line=done + 1,
-                lines=lines,
-                data=data,
-                consumed=self._consumed,
-            )
+            yield TextBlock(path=self.path, lines=lines, data=data, consumed=self._consumed)
             done += lines
             if done == limit:
                 return

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
 from numpy.typing import NDArray
 
 from ..column_values import is_list
-from .bad_rows import BadRow, BadValue, shown
+from .bad_rows import BAD_ROWS_KEPT, BadRow, BadValue, shown
 from .text_blocks import TextBlock
-from .values import NUMBER_MISSING, failing, is_number, is_text, numbers
+from .values import failing, is_number, is_text, numbers
 
 QUOTE = ord('"')
+MARK = 0xF0000  # plus a byte that is not UTF-8: a character of a plane for private use
+MARKED = f"[{chr(MARK + 0x80)}-{chr(MARK + 0xFF)}]"
 UNIT = "\x1f"  # the "unit separator" of ASCII, in place of a delimiter of two characters
 
 
@@ -29,8 +34,8 @@ class PartRows:
 
     count: int
     """All of them, with bad ones."""
-    bad: Mapping[int, BadRow]
-    """Those that are no rows of the table, by their position."""
+    bad: Sequence[BadRow]
+    """Those that are no rows of the table."""
     take: Callable[[NDArray[np.int64]], pa.RecordBatch]
     """The columns of rows at some positions. It raises :class:`BadRow` if one cannot be read."""
 
@@ -51,6 +56,11 @@ class TextPart:
         """Bytes of the file up to here."""
         return self.block.consumed
 
+    @property
+    def lines(self) -> int:
+        """The number of lines."""
+        return self.block.lines
+
 
 @dataclass(frozen=True, kw_only=True)
 class CsvLayout:
@@ -61,7 +71,7 @@ class CsvLayout:
     quotes: bool
     """Whether fields may be quoted."""
     missing: Sequence[str]
-    """Texts that stand for a missing number, besides those that always do."""
+    """Texts that stand for a missing number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +93,30 @@ class CsvPart(TextPart):
         """
         try:
             return self._read(types)
-        except pa.ArrowInvalid as error:
-            rows = self._rows(types, error)
-            for position in sorted(rows.bad)[:1]:
-                raise rows.bad[position] from None
+        except pa.ArrowInvalid:
+            rows = self.rows(types)
+            _raise_first(rows.bad)
             return rows.take(np.arange(rows.count))
 
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
-        """The same, row by row."""
-        return self._rows(types, None)
+        """The same, row by row.
+
+        Raises:
+            ValueError: there are no rows that can be told apart.
+        """
+        texts, positions, bad = self._texts
+        texts = texts.select(list(types))
+
+        def take(wanted: NDArray[np.int64]) -> pa.RecordBatch:
+            """Numbers are parsed, so that the row of another text is named."""
+            found = texts.take(pa.array(np.searchsorted(positions, wanted)))
+            columns = dict(zip(types, found.columns, strict=True))
+            for name in (name for name, kind in types.items() if kind == pa.float64()):
+                parsed = numbers(columns[name], name, missing=self.layout.missing)
+                columns[name] = pa.array(parsed, from_pandas=True)
+            return pa.RecordBatch.from_pydict(columns)
+
+        return PartRows(len(positions) + sum(len(error.rows) for error in bad), bad, take)
 
     def infer(
         self, *, skip_bad: bool = False, types: Mapping[str, pa.DataType] | None = None
@@ -103,19 +128,23 @@ class CsvPart(TextPart):
         try:
             return self._read(types, (lambda _: "skip") if skip_bad else None)
         except pa.ArrowInvalid as error:
-            rows = self._rows(dict.fromkeys(self.layout.names, pa.string()), error)
-            for position in sorted(rows.bad)[:1]:
-                raise rows.bad[position] from None
+            _raise_first(self._texts[2])
             raise ValueError(f"{self.path} can't be read: {error}") from None
 
-    def _read(self, types: Mapping[str, pa.DataType] | None, handler: object = None) -> pa.Table:
-        if not self.data.strip():
+    def _read(
+        self,
+        types: Mapping[str, pa.DataType] | None,
+        handler: object = None,
+        data: bytes | None = None,
+    ) -> pa.RecordBatch:
+        """The rows of this part, or of other ``data``."""
+        if not self.data.strip(b"\r\n"):
             schema = pa.schema([(name, pa.string()) for name in types or self.layout.names])
             return pa.RecordBatch.from_pylist([], schema)
 
         # pyarrow takes delimiters of one character.
         convert = {"column_types": types, "include_columns": list(types)} if types else {}
-        data, delimiter = self.data, self.layout.delimiter
+        data, delimiter = self.data if data is None else data, self.layout.delimiter
         if len(delimiter) > 1:
             data, delimiter = data.replace(delimiter.encode(), UNIT.encode()), UNIT
         table = pyarrow.csv.read_csv(
@@ -123,7 +152,7 @@ class CsvPart(TextPart):
             pyarrow.csv.ReadOptions(
                 column_names=self.layout.names,
                 use_threads=False,
-                block_size=len(self.data) + 1,
+                block_size=len(data) + 1,
             ),
             pyarrow.csv.ParseOptions(
                 delimiter=delimiter,
@@ -131,61 +160,42 @@ class CsvPart(TextPart):
                 newlines_in_values=self.layout.quotes,
                 invalid_row_handler=handler,
             ),
-            pyarrow.csv.ConvertOptions(
-                null_values=[*NUMBER_MISSING, *self.layout.missing], **convert
-            ),
+            pyarrow.csv.ConvertOptions(null_values=self.layout.missing, **convert),
         )
         return _only_batch(table)
 
-    def _rows(self, types: Mapping[str, pa.DataType], problem: pa.ArrowInvalid | None) -> PartRows:
-        """All rows as texts, and those that have another number of fields or are not UTF-8.
-
-        Raises:
-            ValueError: there is a ``problem``, and it can't be told where.
-        """
-        invalid: list[pyarrow.csv.InvalidRow] = []
+    @cached_property
+    def _texts(self) -> tuple[pa.RecordBatch, NDArray[np.int64], list[BadRow]]:
+        """All columns of good rows as texts, the positions of these, and the other rows: those with
+        another number of fields, or not in UTF-8."""
+        wrong = array("q")  # a block may have millions of short lines
+        bad: list[BadRow] = []
 
         def collect(row: pyarrow.csv.InvalidRow) -> str:
-            invalid.append(row)
+            wrong.append(row.number - 1)
+            if len(wrong) <= BAD_ROWS_KEPT:
+                delimiter = self.layout.delimiter
+                problem = f"{row.actual_columns} fields, a row has {row.expected_columns}: "
+                text = _unmarked(row.text.replace(UNIT, delimiter))
+                problem += f"{shown(text)}; correct it (is the delimiter {delimiter!r}?)"
+                bad.append(BadRow([row.number - 1], problem))
             return "skip"
 
-        # As bytes, any row of the right number of fields can be read.
+        types = dict.fromkeys(self.layout.names, pa.string())
         try:
-            rows = self._read(dict.fromkeys(self.layout.names, pa.binary()), collect)
+            rows = self._read(types, collect, _marked(self.data))
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{self.path}: {problem or error}; correct the file") from None
-        bad: dict[int, BadRow] = {}
-        for row in invalid:
-            if row.number is None:
-                raise ValueError(f"{self.path}: {problem}; correct the file")
-            delimiter = self.layout.delimiter
-            bad[row.number - 1] = BadRow(
-                [row.number - 1],
-                f"{row.actual_columns} fields, a row has {row.expected_columns}: "
-                f"{shown(row.text.replace(UNIT, delimiter))}; correct it (is the delimiter "
-                f"{delimiter!r}?)",
-            )
+            raise ValueError(f"{self.path}: {error}; correct the file") from None
+        if len(wrong) > BAD_ROWS_KEPT:
+            bad.append(BadRow(wrong[BAD_ROWS_KEPT:], "another number of fields"))
 
-        count = rows.num_rows + len(bad)
-        positions = np.setdiff1d(np.arange(count), list(bad))
+        positions = np.delete(np.arange(rows.num_rows + len(wrong)), wrong)
         valid = np.ones(len(positions), bool)
-        for index, wrong in _not_utf8(rows, positions):
+        for index, misfit in _not_utf8(rows, positions):
+            if valid[index]:
+                bad.append(misfit)
             valid[index] = False
-            bad.setdefault(wrong.rows[0], wrong)
-        schema = pa.schema([(name, pa.string()) for name in rows.schema.names])
-        texts = rows.filter(pa.array(valid)).cast(schema).select(list(types))
-        positions = positions[valid]
-
-        def take(wanted: NDArray[np.int64]) -> pa.RecordBatch:
-            """Numbers are parsed, so that the row of another text is named."""
-            found = texts.take(pa.array(np.searchsorted(positions, wanted)))
-            columns = dict(zip(types, found.columns, strict=True))
-            for name in (name for name, kind in types.items() if kind == pa.float64()):
-                found = numbers(columns[name], name, missing=self.layout.missing)
-                columns[name] = pa.array(found, from_pandas=True)
-            return pa.RecordBatch.from_pydict(columns)
-
-        return PartRows(count, bad, take)
+        return rows.filter(pa.array(valid)), positions[valid], bad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +217,7 @@ class JsonPart(TextPart):
         def take(positions: NDArray[np.int64]) -> pa.RecordBatch:
             return _parse_json(b"".join(lines[position] for position in positions), types)
 
-        return PartRows(len(lines), {}, take)
+        return PartRows(len(lines), [], take)
 
     def infer(self, *, skip_bad: bool = False) -> pa.RecordBatch:
         """All columns, with the types that pyarrow finds; bad rows can be left out."""
@@ -224,6 +234,12 @@ class JsonPart(TextPart):
             before = _read_json(b"".join(lines[:row]), None).schema if row else pa.schema([])
             bad = {row, *_misfits(lines, dict(zip(before.names, before.types, strict=True)))}
             data = b"".join(line for i, line in enumerate(lines) if i not in bad)
+
+
+def _raise_first(bad: Sequence[BadRow]) -> None:
+    """Raise the error of the first row, if there is one."""
+    if bad:
+        raise min(bad, key=lambda error: error.rows[0]) from None
 
 
 def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
@@ -330,19 +346,28 @@ def _lines(data: bytes) -> list[bytes]:
     return [line.rstrip(b"\r\n") + b"\n" for line in data.split(b"\n") if line.strip()]
 
 
+def _marked(data: bytes) -> bytes:
+    """The text with a character that nobody uses for each byte that is not UTF-8."""
+    text = data.decode(errors="surrogateescape")
+    return re.sub(
+        "[\udc80-\udcff]", lambda found: chr(ord(found[0]) - 0xDC00 + MARK), text
+    ).encode()
+
+
+def _unmarked(text: str) -> str:
+    """The text as a message shows it."""
+    return re.sub(MARKED, lambda found: f"\\x{ord(found[0]) - MARK:02x}", text)
+
+
 def _not_utf8(rows: pa.RecordBatch, positions: NDArray[np.int64]) -> Iterator[tuple[int, BadValue]]:
-    """Row and error of the values that are not UTF-8, of rows at some positions of a part."""
+    """Row and error of the values that are not UTF-8; ``positions`` are those of the rows."""
     for name in rows.schema.names:
-        try:
-            rows[name].cast(pa.string())
-        except pa.ArrowInvalid:
-            for index, value in enumerate(rows[name].to_pylist()):
-                try:
-                    value.decode()
-                except UnicodeDecodeError as error:
-                    what = f"byte {error.start + 1} ({value[error.start]:#04x}) is not UTF-8"
-                    problem = f"{what}; convert the file, for example with iconv"
-                    yield index, BadValue(name, [positions[index]], problem)
+        found = pc.match_substring_regex(rows[name], MARKED).to_numpy(zero_copy_only=False)
+        for index in np.flatnonzero(found).tolist():
+            before, mark, _ = re.split(f"({MARKED})", rows[name][index].as_py(), maxsplit=1)
+            what = f"byte {len(before.encode()) + 1} ({ord(mark) - MARK:#04x}) is not UTF-8"
+            problem = f"{what}; convert the file, for example with iconv"
+            yield index, BadValue(name, [positions[index]], problem)
 
 
 def _first_bad_line(

@@ -30,13 +30,12 @@ from ..schema import CRITEO_CATEGORICAL, META_FILE, Meta
 from .bad_rows import Converted
 from .columns import ColumnPlan, Feature
 from .convert import convert_rows
-from .criteo_rows import CriteoRows, criteo_plan
-from .files import RawFile, find_files, no_header_hint, open_files
+from .criteo_rows import criteo_plan, open_log
+from .files import RawFile, find_files, no_header_hint, open_files, require_one_table, without_empty
 from .infer import json_types, read_types
 from .numbers import Scaling, bucket_names, bucket_numbers
 from .rates import Rates, append_rates
-from .row_source import Part, RowSource, map_parts
-from .table_rows import TableRows
+from .table_rows import FilePart, TableRows, map_parts
 from .text_blocks import BLOCK_BYTES
 from .text_hashes import hashed_ids
 from .vocabulary import Vocabulary
@@ -211,7 +210,7 @@ class Transform:
         """
         source = self._source(find_files(inputs), keep, skip_bad)
 
-        def prepare(_: int, part: Part) -> tuple[Converted[PreparedRows], int]:
+        def prepare(_: int, part: FilePart) -> tuple[Converted[PreparedRows], int]:
             converted = source.convert(part, skip_bad=skip_bad)
             rows, kept = converted.result
             prepared = self._with_gaps(self.encode(rows)), kept
@@ -223,17 +222,10 @@ class Transform:
             yield *found.result, found.good + done + 1
             done += found.count
 
-    def _source(self, paths: Sequence[Path], keep: Sequence[str], skip_bad: bool) -> RowSource:
-        """The rows of files that are to be scored."""
-        plan = self.plan
-        if plan.hexadecimal:
-            if keep:
-                raise ValueError(f"rows of Criteo have no column {keep[0]!r} to keep: leave it out")
-            transform = plan.options.transform
-            return CriteoRows(paths=paths, transform=transform, cap=plan.cap, scored=True)
-
-        # Columns that no feature is made of may be missing.
-        files = self._open(paths)
+    def _source(self, paths: Sequence[Path], keep: Sequence[str], skip_bad: bool) -> TableRows:
+        """The rows of files that are to be scored: columns that no feature is made of may be
+        missing."""
+        plan, files = self.plan, self._open(paths)
         types = dict(read_types(plan, files, keep, skip_bad=skip_bad))
         if files[0].format == "json":  # a row need not name what it has no value for
             there = {*json_types(files[0], skip_bad=skip_bad), *self.needed, *keep}
@@ -251,6 +243,10 @@ class Transform:
     def _open(self, paths: Sequence[Path]) -> list[RawFile]:
         """The files; where names are given, their rows may be without a label."""
         options = self.plan.options
+        if self.plan.hexadecimal:
+            logs = [open_log(path, scored=True) for path in without_empty(paths)]
+            require_one_table(logs)
+            return logs
         try:
             return open_files(paths, options)
         except ValueError:

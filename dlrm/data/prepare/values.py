@@ -15,11 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from ..column_values import is_list
 from .bad_rows import BadValue, shown
-from .hex_keys import hex_keys, modulo
 from .number_texts import Marks, find_marks
-from .text_hashes import hash_values, plain_bools
 
 NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
@@ -67,117 +64,6 @@ def numbers(
     return found
 
 
-def categories(
-    array: pa.Array, name: str, missing: Sequence[str], buckets: int | None = None
-) -> pa.DictionaryArray:
-    """``[n]`` texts as a dictionary array without nulls; a missing one is "".
-
-    Args:
-        array: texts, integers, floats, bools, dates or bytes. A float without a fraction is
-            written as an integer, as programs store integers with gaps as floats.
-        name: name of the column.
-        missing: texts that stand for a missing value.
-        buckets: hash the values to this many buckets.
-
-    Raises:
-        BadValue: bytes are not UTF-8, or the type is none of these.
-    """
-    if pa.types.is_nested(array.type):
-        problem = f"it holds {array.type}, not single values"
-        raise BadValue(name, [], f"{problem}; give one a row, or make it another kind")
-    if not pa.types.is_dictionary(array.type):
-        array = array.dictionary_encode()
-    indices, values = array.indices, as_texts(array.dictionary, name)
-    values = pc.if_else(pc.is_in(values, pa.array(missing, values.type)), "", values)
-    values = plain_bools(values.fill_null(""))
-    if indices.null_count:
-        indices = indices.fill_null(len(values)) if len(values) < 2**31 - 1 else indices
-        values = pa.concat_arrays([values, pa.array([""], values.type)])
-    if buckets is not None:
-        values = hash_values(values, buckets)
-    return pa.DictionaryArray.from_arrays(indices.cast(pa.int32()), values)
-
-
-def hex_categories(array: pa.Array, name: str, cap: int | None) -> pa.DictionaryArray:
-    """``[n]`` texts of up to 8 hex digits as a dictionary array of integer keys.
-
-    Args:
-        array: texts; a missing one is null or "".
-        name: name of the column.
-        cap: take the keys modulo this.
-
-    Raises:
-        BadValue: a value is not hexadecimal.
-    """
-    array = decoded(array)
-    if not is_text(array.type) and array.type != pa.null():
-        problem = f"it holds {array.type}, not texts of hex digits; read it as text"
-        raise BadValue(name, [], problem)
-    texts = array.cast(pa.string()).fill_null("").dictionary_encode()
-    try:
-        keys = modulo(hex_keys(texts.dictionary.cast(pa.binary())), cap)
-    except ValueError:
-        good = pc.match_substring_regex(texts.dictionary, "^[0-9a-fA-F]{0,8}$")
-        row = pc.index(good.take(texts.indices), False).as_py()
-        problem = f"{shown(array[row].as_py())} is not 1 to 8 hex digits; correct it"
-        raise BadValue(name, [row], problem) from None
-    return pa.DictionaryArray.from_arrays(texts.indices, pa.array(keys))
-
-
-def lists(
-    array: pa.Array,
-    name: str,
-    missing: Sequence[str],
-    separator: str | None = None,
-    buckets: int | None = None,
-) -> pa.LargeListArray:
-    """``[n]`` lists of texts, as lists of a dictionary array; missing entries are left out.
-
-    Args:
-        array: lists of what :func:`categories` takes, or texts to cut at ``separator``.
-        name: name of the column.
-        missing: texts that stand for a missing value.
-        separator: between the entries of a text.
-        buckets: hash the values to this many buckets.
-    """
-    array = decoded(array)
-    if array.type == pa.null():
-        array = array.cast(pa.list_(pa.string()))
-    if is_text(array.type):
-        if separator is None:
-            raise BadValue(
-                name, [], f"it is text, not lists; add separator: to columns: {name}: in the YAML"
-            )
-        array = _split_lists(array, separator)
-    elif not is_list(array.type):
-        raise BadValue(name, [], f"it holds {array.type}, not lists; make it another kind")
-
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
-    entries = array.flatten()
-    if is_text(entries.type):
-        entries = pc.utf8_trim_whitespace(entries)
-    entries = categories(entries, name, missing, buckets)
-
-    # Missing entries are left out.
-    empty = pc.equal(entries.dictionary, "")
-    if pc.any(empty).as_py():
-        kept = ~empty.take(entries.indices).to_numpy(zero_copy_only=False)
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        lengths = np.bincount(rows[kept], minlength=len(lengths))
-        entries = entries.filter(pa.array(kept))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), entries)
-
-
-def _split_lists(texts: pa.Array, separator: str) -> pa.Array:
-    """Lists of what stands between separators; those such as ``[,]`` have brackets around."""
-    if len(separator) < 3 or separator[0] + separator[-1] != "[]":
-        return pc.split_pattern(texts, separator)
-    inner = pc.replace_substring_regex(texts, r"^\s*[\[(](.*)[\])]\s*$", r"\1")
-    inner = pc.replace_substring_regex(inner, r"""['"]""", "")
-    return pc.split_pattern(inner, separator[1:-1])
-
-
 def times(
     array: pa.Array, name: str, missing: Sequence[str], form: str | None, unit: str
 ) -> NDArray[np.int64]:
@@ -221,8 +107,8 @@ def time_part(moments: NDArray[np.int64], part: str) -> pa.Array:
     """One part of the times that :func:`times` returned.
 
     Returns:
-        ``hour`` and ``weekday``: texts, as of :func:`categories`. ``age``: days since 1970, of
-        which an age is made when the newest row is known; NaN if missing.
+        ``hour`` and ``weekday``: texts, as those of a category. ``age``: days since 1970, of which
+        an age is made when the newest row is known; NaN if missing.
     """
     missing = moments == MISSING_TIME
     if part == "age":
