@@ -22,7 +22,6 @@ The least number of bytes to transfer: each fetched row and its state once, each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -227,7 +226,8 @@ def _assign(
 @torch.no_grad()
 def move_rows(
     index: CacheIndex,
-    tensors: Sequence[tuple[Tensor, Tensor]],
+    host: Tensor,
+    cache: Tensor,
     ids: Tensor,
     starts: Tensor | None,
     *,
@@ -238,16 +238,17 @@ def move_rows(
 
     Args:
         index: the index of the cache; updated in place.
-        tensors: what is moved: ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
+        host: the records of all rows in host memory, ``[V, words]`` int32.
+        cache: the records in the cache, ``[C, words]``.
         ids: ``[F, B]`` contiguous, int32 or int64; B is the number of samples of all its batches.
         starts: first row of each table, ``[F]`` int64; None for zeros.
         ahead: move those of the next window, while the current one may be in progress.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(ids, impl):
-        move_rows_torch(index, tensors, ids, starts, ahead=ahead)
+        move_rows_torch(index, host, cache, ids, starts, ahead=ahead)
     elif ids.numel():
-        exchange_rows(tensors, _list_moves(index, ids, starts, ahead=ahead), background=ahead)
+        exchange_rows(host, cache, _list_moves(index, ids, starts, ahead=ahead), background=ahead)
 
 
 def _list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> RowMoves:
@@ -283,7 +284,8 @@ def flat_rows(ids: Tensor, starts: Tensor | None) -> Tensor:
 @torch.no_grad()
 def move_rows_torch(
     index: CacheIndex,
-    tensors: Sequence[tuple[Tensor, Tensor]],
+    host: Tensor,
+    cache: Tensor,
     ids: Tensor,
     starts: Tensor | None,
     *,
@@ -313,9 +315,8 @@ def move_rows_torch(
     # Move the rows, and update the index.
     evicts = index.slot_to_row[taken] >= 0
     leaving = index.slot_to_row[taken][evicts].long()
-    for host, cache in tensors:
-        host[leaving] = cache[taken[evicts]]
-        cache[taken] = host[missing]
+    host[leaving] = cache[taken[evicts]]
+    cache[taken] = host[missing]
     index.row_to_slot[leaving] = -1
     index.row_to_slot[missing] = taken.int()
     index.slot_to_row[taken] = missing.int()

@@ -179,7 +179,11 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
     if not tensor.numel():
         return
     if not tensor.is_cuda:
-        yield from _flat(tensor).split(SLICE)
+        parts = [tensor]
+        if not tensor.is_contiguous():  # then a part is copied at a time
+            parts = list(tensor.split(max(1, SLICE * len(tensor) // tensor.nbytes)))
+        for part in parts:
+            yield from _flat(part).split(SLICE)
         return
 
     # Two buffers: a slice is copied to one while the other is used.
@@ -190,8 +194,8 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
     with torch.cuda.device(tensor.device):
         stream = stream_of(tensor.device, "saves")
         with torch.cuda.stream(stream):
-            parts = _flat(tensor).split(SLICE)
-        for number, part in enumerate(parts):
+            flat = _flat(tensor).split(SLICE)
+        for number, part in enumerate(flat):
             arrived = torch.cuda.Event(blocking=True)  # no core is kept busy by waiting
             with torch.cuda.stream(stream):
                 buffer = buffers[number % 2][: len(part)].copy_(part, non_blocking=True)

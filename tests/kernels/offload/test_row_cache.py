@@ -28,7 +28,7 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(admission, "BLOCK", 32)
         monkeypatch.setattr(admission, "FEW", 64)
         monkeypatch.setattr(transfer, "MOVERS", 3)
-        monkeypatch.setattr(transfer, "ROWS", 8)
+        monkeypatch.setattr(transfer, "UNITS", 8)
 
 
 def in_host_memory(value, device):
@@ -49,10 +49,9 @@ def make(device, capacity, rule, dtype=torch.float32):
     rule = make_rule(rule)
     value = torch.randn(ROWS, DIM, device=device).to(dtype)
     cached = CachedRows(in_host_memory(value, device), capacity, half_life=3, impl="triton")
-    cached.start()
     widths = [1 if per_row else DIM for per_row in rule.states.values()]
     states = [torch.zeros(ROWS, width, device=device) for width in widths]
-    return rule, value, states, cached, [cached.new_rows(width, torch.float32) for width in widths]
+    return rule, value, states, cached, cached.start([(width, torch.float32) for width in widths])
 
 
 @pytest.mark.parametrize(
