@@ -102,9 +102,7 @@ def in_host_memory(tensor: Tensor) -> bool:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The CPU tensor of a :func:`mapped_tensor` or of a view of one, with its strides; a CPU tensor is
-    returned as it is.
-    """
+    """The CPU tensor of a :func:`mapped_tensor` or a view of one; a CPU tensor stays as it is."""
     if not tensor.is_cuda:
         return tensor
     region = _region_from(tensor)
