@@ -51,7 +51,7 @@ class Offload(PrefetchesRows, Embedding):
         embedding_dim: int,
         *,
         cache_rows: int | None = None,
-        cache_share: float = 0.015,
+        cache_share: float = 0.05,
         half_life: float = 1000.0,
         **common: Unpack[Common],
     ) -> None:

@@ -120,8 +120,8 @@ class CachedRows(RowSource):
     def start(self, states: Sequence[tuple[int, torch.dtype]] = ()) -> list[Tensor]:
         """Begin to cache, with an empty cache.
 
-        The table is copied to new memory, where each row and its states are one record, so that
-        they move together. Until it has been copied, host memory has room for both.
+        With states, the table is copied to new memory, where each row and its states are one
+        record, so that they move together. Meanwhile host memory holds its rows twice.
 
         Args:
             states: number of columns and type of each state.

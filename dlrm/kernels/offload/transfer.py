@@ -4,8 +4,9 @@ A kernel reads and writes host memory by its address; the processors of the host
 to move: each row and its state once each way.
 
 A row and its states are one record, so that one visit brings all of them: what costs time is to
-visit a place in host memory (:mod:`dlrm.kernels.offload.admission`). Records are multiples of 16
-bytes, which a thread moves at once.
+visit a place in host memory (:mod:`dlrm.kernels.offload.admission`). A thread moves 16 bytes at
+once. A GPU accesses its memory by sectors of 32 bytes: records with states are multiples of these,
+so that rows in the cache begin at one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class RecordLayout(NamedTuple):
             begin = -(-end // dtype.itemsize)
             columns.append((begin, count, dtype))
             end = (begin + count) * dtype.itemsize
-        return cls(tuple(columns), -(-end // (4 * UNIT.value)) * UNIT.value)
+        words = UNIT.value if len(parts) == 1 else 2 * UNIT.value
+        return cls(tuple(columns), -(-end // (4 * words)) * words)
 
     def parts(self, records: Tensor) -> list[Tensor]:
         """The parts of records ``[n, words]`` int32, as views ``[n, elements]``."""

@@ -175,8 +175,8 @@ def test_memory_of_the_host_is_seen_from_both_sides(device):
 def test_a_row_and_its_states_are_one_record_until_the_cache_stops(device):
     _, value, states, cached, host_states = make(device, 7, "adam", torch.bfloat16)
     tensors = [cached.tensors[0][0], *host_states]
-    assert [tensor.stride(0) * tensor.itemsize for tensor in tensors] == [48] * len(tensors)
-    assert cached.padding == 48 - DIM * 2 - 4 - 2 * DIM * 4
+    assert [tensor.stride(0) * tensor.itemsize for tensor in tensors] == [64] * len(tensors)
+    assert cached.padding == 64 - DIM * 2 - 4 - 2 * DIM * 4
     cached.stop()
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert all(map(torch.equal, tensors, [value, *states]))
