@@ -31,6 +31,13 @@ SMALL = ["batch_size=256", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "device=
 SMALL += ["max_steps=4", "optim.warmup_steps=0", "loader.readers=1"]
 
 
+def finished(directory: Path, **result) -> None:
+    """A run that has finished with this ``result.json``."""
+    directory.mkdir(exist_ok=True)
+    result = {"options": {"emb": "dense"}, "metrics": {"test/auc": 0.7}} | result
+    (directory / "result.json").write_text(json.dumps(result))
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "synthetic"
@@ -126,9 +133,7 @@ def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
             names = ("accuracy", "auc", "log_loss", "normalized_entropy")
             metrics = dict.fromkeys((f"test/{name}" for name in names), 0.5 - number / 100)
             metrics |= {"embeddings/bytes": 1.0, "embeddings/compression": 1.0 + number}
-            finished = {"options": {"emb": "tt"}, "metrics": metrics}
-            directory.mkdir()
-            (directory / "result.json").write_text(json.dumps(finished))
+            finished(directory, metrics=metrics)
             yield None
 
     workers = contextlib.nullcontext(SimpleNamespace(map=train_two_and_die))
@@ -142,18 +147,11 @@ def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
 
 
 def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
-    def finish(name, accuracy):
-        names = ("auc", "log_loss", "normalized_entropy")
-        metrics = dict.fromkeys((f"test/{other}" for other in names), 0.5)
-        metrics |= {"embeddings/bytes": 1.0, "embeddings/compression": 1.0}
-        (tmp_path / name).mkdir()
-        metrics |= {"test/accuracy": accuracy}
-        result = {"options": {"emb": "tt"}, "metrics": metrics}
-        (tmp_path / name / "result.json").write_text(json.dumps(result))
-
     runs = {"dense-0": 0.7, "dense-1": 0.8, "tt3-r8-1": 0.78, "tt3-r8-2": 0.1, "fitted-tt3-r8": 0.6}
+    names = ("test/auc", "test/log_loss", "test/normalized_entropy")
+    same = dict.fromkeys((*names, "embeddings/bytes", "embeddings/compression"), 0.5)
     for name, accuracy in runs.items():
-        finish(name, accuracy)
+        finished(tmp_path / name, metrics=same | {"test/accuracy": accuracy})
     names = {"dense": ["dense-0", "dense-1"], "tt3-r8": ["tt3-r8-1", "tt3-r8-2"]}
     names |= {"fitted-tt3-r8": ["fitted-tt3-r8"]}
     runner = script("runner").Runner(tmp_path, 1, [])
@@ -237,11 +235,7 @@ def test_higher_rates_are_tried_while_the_highest_is_the_best(
     def train(runs, _):
         for name, _ in runs:
             rate = float(name.split("-")[1])
-            metrics = {"val/auc": 0.9 - abs(rate - peak) / 20}
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "result.json").write_text(
-                json.dumps({"options": {"emb": "dense"}, "metrics": metrics})
-            )
+            finished(tmp_path / name, metrics={"val/auc": 0.9 - abs(rate - peak) / 20})
         return []
 
     frontier, runner = script("frontier"), script("runner").Runner(tmp_path, 1, [])
@@ -257,10 +251,7 @@ def test_higher_rates_are_tried_while_the_highest_is_the_best(
 
 def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsys):
     for name in ("rate-0.1-dense-0", "rate-0.1-dense-1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(
-            '{"options": {"emb": "dense"}, "metrics": {"val/auc": null}}'
-        )
+        finished(tmp_path / name, metrics={"val/auc": None})
     frontier, runner = script("frontier"), script("runner").Runner(tmp_path, 1, [])
     runner.train = lambda *_: []
     given = ["--data", str(data), "--validation", str(data), "--rates", "0.1"]
@@ -460,16 +451,9 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     """A seed counts once, what makes no difference is no group, what does is shown."""
 
     def finish(name, auc, **options):
-        given = {
-            "emb": "dense",
-            "seed": 0,
-            "data": "d",
-            "log_every": 9,
-            "tables": {"dtype": "fp32"},
-        }
-        (tmp_path / name).mkdir()
-        result = {"options": {**given, **options}, "metrics": {"test/auc": auc}}
-        (tmp_path / name / "result.json").write_text(json.dumps(result))
+        given = {"emb": "dense", "seed": 0, "data": "d", "log_every": 9}
+        given |= {"tables": {"dtype": "fp32"}}
+        finished(tmp_path / name, options=given | options, metrics={"test/auc": auc})
 
     finish("a", 0.7)
     finish("a_again", 0.9)
@@ -514,8 +498,7 @@ def test_runs_that_have_not_finished_are_reported(script, tmp_path, capsys):
     for name in ("done", "begun"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").touch()
-    result = {"options": {"emb": "dense", "seed": 0, "data": "d"}, "metrics": {"test/auc": 0.7}}
-    (tmp_path / "done" / "result.json").write_text(json.dumps(result))
+    finished(tmp_path / "done")
     assert list(script("compare").read([tmp_path])["run"]) == ["done"]
     assert f"left out: no result.json in {tmp_path / 'begun'}" in capsys.readouterr().err
 
@@ -524,11 +507,9 @@ def test_each_data_set_has_a_table_and_a_plot_of_its_own(script, tmp_path):
     """It is known by its name, rows and preparation, wherever it lies."""
 
     def finish(name, data, seed=0, **known):
-        (tmp_path / name).mkdir()
         options = {"emb": "dense", "seed": seed, "data": data}
         metrics = {"test/auc": 0.7, "embeddings/bytes": 100}
-        result = {"options": options, "metrics": metrics, **known}
-        (tmp_path / name / "result.json").write_text(json.dumps(result))
+        finished(tmp_path / name, options=options, metrics=metrics, **known)
 
     rows = {"train": [8000, 1], "val": [0, 0], "test": [1000, 1]}
     finish("here", "here/kaggle", rows=rows, preparation="1")
@@ -559,9 +540,7 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
 ):
     def finish(name, seed, **loader):
         options = {"emb": "dense", "seed": seed, "loader": loader}
-        (tmp_path / name).mkdir()
-        result = {"options": options, "metrics": {"test/auc": 0.5}}
-        (tmp_path / name / "result.json").write_text(json.dumps(result))
+        finished(tmp_path / name, options=options)
         return options
 
     finish("a", 0, shuffle=True, readers=1, prefetch=4)
@@ -580,9 +559,7 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
     ("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
 def test_a_plot_has_the_format_of_its_name(script, tmp_path, ending, begin):
-    metrics = {"test/auc": 0.7, "embeddings/bytes": 100}
-    result = {"options": {"emb": "dense"}, "metrics": metrics}
-    (tmp_path / "result.json").write_text(json.dumps(result))
+    finished(tmp_path, metrics={"test/auc": 0.7, "embeddings/bytes": 100})
     plot = tmp_path / f"plot.{ending}"
     assert script("compare").main([str(tmp_path), "--plot", str(plot)]) == 0
     assert plot.read_bytes().startswith(begin)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ...utils.validation import validate
-from .column_options import ColumnOptions, TableOptions, yaml_line
+from .column_options import ColumnOptions, TableOptions
 from .rates import rate_names
 
 SPLIT = "(split)"
@@ -41,11 +41,6 @@ class Column:
             return False
         numbers = ("int", "uint", "float", "double", "halffloat", "decimal")
         return self.kind == "number" or self.found.startswith(numbers)
-
-    @property
-    def drop_line(self) -> str:
-        """The line of YAML that leaves this column out, for messages."""
-        return yaml_line(self.name, "drop")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -519,16 +519,6 @@ def test_blocks_of_an_earlier_run_are_used_but_not_those_of_other_options(raw, t
     assert meta.options["min_count"] == 2
 
 
-def test_a_changed_input_is_read_again(raw, tmp_path):
-    write_raw(raw, [*raw_rows(200), ["broken"]])
-    with pytest.raises(ValueError, match="row 201"):
-        quiet(raw, tmp_path / "out", block_bytes=BLOCK)
-    rows = raw_rows(200, seed=1)
-    quiet(write_raw(raw, rows), tmp_path / "out", block_bytes=BLOCK)
-    ranges = split_rows(("days",), [200])
-    check_against_plain_python(rows, ranges, tmp_path / "out", Options())
-
-
 def test_a_restart_reads_an_input_again_that_changed_but_not_in_size(raw, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(learner.Learner, "learn_all", Mock(side_effect=Killed))
@@ -616,15 +606,6 @@ def test_bad_rows_are_skipped_counted_and_reported(tmp_path):
         "message": "",
     }
     assert report["first"][2]["message"].startswith("the value is '2'; it must be 0 or 1")
-
-
-def test_only_the_first_bad_rows_are_kept(tmp_path):
-    rows = [[*row, "more"] if i % 2 else row for i, row in enumerate(raw_rows(400))]
-    raw = write_raw(tmp_path / "raw", rows)
-    quiet(raw, tmp_path / "out", Options(bad_rows="skip"), block_bytes=BLOCK)
-    report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
-    assert report["kinds"] == {"not a row of the table": 200}
-    assert [row["row"] for row in report["first"]] == list(range(2, 42, 2))
 
 
 def test_first_bad_row_of_several_files_stops(tmp_path):

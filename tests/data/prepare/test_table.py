@@ -331,39 +331,6 @@ def test_rows_of_criteo_get_the_ids_of_prepare_criteo(tmp_path):
         assert ours.to_pylist() == theirs.to_pylist()
 
 
-class Killed(BaseException):
-    """Not caught by anything, like a signal."""
-
-
-def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(
-    prepared, tmp_path, monkeypatch
-):
-    _, rows, _ = prepared
-    path = write_csv(tmp_path / "rows.csv", rows[:150])
-    replace = type(path).replace
-    done, allowed = 0, math.inf
-
-    def counted(path, target):
-        nonlocal done
-        done += 1
-        if done > allowed:
-            raise Killed
-        return replace(path, target)
-
-    monkeypatch.setattr(type(path), "replace", counted)
-    prepare(path, tmp_path / "whole", block_bytes=BLOCK)
-    expected, steps = contents(tmp_path / "whole"), done
-    for step in (0, 2, 7, *range(12, steps, 4), steps - 1):
-        out = tmp_path / f"out{step}"
-        done, allowed = 0, step
-        with pytest.raises(Killed):
-            prepare(path, out, block_bytes=BLOCK)
-        assert not (out / "meta.json").exists()
-        allowed = math.inf
-        prepare(path, out, block_bytes=BLOCK)
-        assert contents(out) == expected
-
-
 def test_a_table_is_not_replaced_by_one_of_other_options(prepared, tmp_path):
     _, rows, _ = prepared
     path = write_csv(tmp_path / "rows.csv", rows[:100])
