@@ -106,7 +106,8 @@ class Run:
         self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate)
         self.held_out = self.evaluator(Interruption(world), held_out)
 
-        self.validations = Validations(*pace.validations(config, meta, len(self.train_data)))
+        pacing = pace.validations(config, meta, len(self.train_data))
+        self.validations = Validations(*pacing, by_loss=pace.by_loss(meta))
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 
@@ -223,7 +224,8 @@ class Run:
         if self.held_out.diverged:  # its state replaces no good one
             self.progress.validated = self.steps, values
             return
-        note_validation(self.progress, values, latest=bool(self.config.follow))
+        by_loss, latest = self.validations.by_loss, bool(self.config.follow)
+        note_validation(self.progress, values, latest=latest, by_loss=by_loss)
         if self.config.checkpoint:
             self._save()
 

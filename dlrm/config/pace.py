@@ -9,7 +9,10 @@ BATCH, SMALLEST_BATCH, BATCHES = 512, 32, 64  # of a small table, an epoch has a
 SMALL_TABLE, MOST_EPOCHS, PATIENCE = 50_000, 20, 3
 """Fewer training rows are trained on in that many epochs, or until so many validations find no
 better state."""
-LEARNED = 100  # steps: a model's order of few rows may be perfect long before its probabilities are
+FEW = 500  # validation rows, whose AUC says little: their log loss chooses the best state
+# Steps between validations, at least: the order of few rows may be perfect long before a model's
+# probabilities are.
+LEARNED, LEARNED_LOSS = 100, 10
 
 
 def batch_size(config: RunConfig, meta: Meta) -> int:
@@ -28,6 +31,11 @@ def epochs(config: RunConfig, meta: Meta) -> int:
     if meta.splits["train"].rows >= SMALL_TABLE or config.init_from:
         return 1
     return MOST_EPOCHS if meta.has_rows("val") else MOST_EPOCHS // 4
+
+
+def by_loss(meta: Meta) -> bool:
+    """Whether the best state is the one with the lowest log loss of the validation rows."""
+    return meta.has_rows("val") and meta.splits["val"].rows < FEW
 
 
 def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, int]:
@@ -50,7 +58,10 @@ def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, in
         return config.eval_every or MAX_COUNT, 0, last_step
 
     until_best = config.epochs is None and several > 1
-    every = config.eval_every or (max(epoch, LEARNED) if until_best else max(epoch // 4, 1))
+    least = epoch // 4
+    if until_best:
+        least = max(epoch, LEARNED_LOSS if by_loss(meta) else LEARNED)
+    every = config.eval_every or max(least, 1)
     patience = config.patience
     if patience is None and several > 1:
         patience = PATIENCE if until_best else max(epoch // every, 2)

@@ -9,7 +9,7 @@ from dlrm.training.checkpoint.manifest import Progress
 
 
 def note_validation(
-    progress: Progress, metrics: Mapping[str, float], *, latest: bool = False
+    progress: Progress, metrics: Mapping[str, float], *, latest: bool = False, by_loss: bool = False
 ) -> None:
     """Note the metrics of a validation, which may have found the best state so far.
 
@@ -17,10 +17,14 @@ def note_validation(
         progress: at the step that was validated.
         metrics: on validation rows; empty without such rows.
         latest: none is the best: the latest state is the result.
+        by_loss: the best state has the lowest log loss, and not the highest AUC.
     """
     progress.validated = progress.steps, dict(metrics)
-    if not latest and metrics.get("auc", -math.inf) > progress.best:
-        progress.best = metrics["auc"]
+    if latest or not metrics:
+        return
+    quality = -metrics["log_loss"] if by_loss else metrics["auc"]
+    if quality > progress.best:
+        progress.best = quality
         progress.best_step = progress.steps
 
 
@@ -31,14 +35,16 @@ class Validations:
         every: steps between validations.
         patience: validations without a better state after which training ends; 0: it never does.
         last_step: of the run, as planned.
+        by_loss: see :func:`note_validation`.
 
     Attributes:
         last_step: after which training ends.
     """
 
-    def __init__(self, every: int, patience: int, last_step: int) -> None:
+    def __init__(self, every: int, patience: int, last_step: int, *, by_loss: bool = False) -> None:
         self._every, self._limit = every, every * patience or math.inf
         self.last_step = last_step
+        self.by_loss = by_loss
 
     def due(self, step: int) -> bool:
         """Whether a validation follows a step. The last step has one of its own: shortly before it
@@ -59,7 +65,8 @@ class Validations:
             return
         self.last_step = step
         if not silent:
+            what = "log loss has not fallen" if self.by_loss else "AUC has not risen"
             print(
-                f"stopped at step {step:,}: validation AUC has not risen since step "
-                f"{progress.best_step:,}; --patience 0 trains to the end"
+                f"stopped at step {step:,}: validation {what} since step {progress.best_step:,}; "
+                "--patience 0 trains to the end"
             )

@@ -156,9 +156,13 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     assert pace.epochs(RunConfig(epochs=2), small) == 2
     assert pace.epochs(RunConfig(init_from="runs/day_7"), small) == 1
     assert pace.validations(auto, large, 40) == (10, 0, 40)
-    assert pace.validations(auto, small, 40) == (100, 3, 800)
-    assert pace.validations(auto, small, 140) == (140, 3, 2800)
-    assert pace.validations(RunConfig(max_steps=9, patience=1), small, 40) == (100, 1, 9)
+    few, enough = meta_of(4_000, val=499), meta_of(4_000, val=500)
+    assert (pace.by_loss(few), pace.by_loss(enough), pace.by_loss(meta_of(9, val=0))) == (1, 0, 0)
+    assert pace.validations(auto, few, 7) == (10, 3, 140)
+    assert pace.validations(auto, few, 40) == (40, 3, 800)
+    assert pace.validations(auto, enough, 40) == (100, 3, 800)
+    assert pace.validations(auto, enough, 140) == (140, 3, 2800)
+    assert pace.validations(RunConfig(max_steps=9, patience=1), enough, 40) == (100, 1, 9)
 
     note = "note: a small table, so at most 20 epochs of 40 steps with 512 rows each (--epochs, "
     assert pace.planned(auto, small, 40) == (800, f"{note}--batch_size)")
@@ -183,6 +187,13 @@ def test_the_best_model_is_the_first_of_equal_ones(capsys):
     validations.stop_early(progress)
     assert validations.last_step == 30
     assert "stopped at step 30" in capsys.readouterr().out
+
+    progress, few = Progress(steps=10), Validations(10, 1, 100, by_loss=True)
+    for progress.steps, auc, loss in ((10, 0.7, 0.5), (20, 0.8, 0.6)):
+        note_validation(progress, {"auc": auc, "log_loss": loss}, by_loss=True)
+    few.stop_early(progress)
+    assert (progress.best_step, few.last_step) == (10, 20)
+    assert "step 20: validation log loss has not fallen since step 10" in capsys.readouterr().out
     forever = Validations(10, 0, 2**31)
     progress.validated = 10**9, {}
     forever.stop_early(progress)
