@@ -28,7 +28,7 @@ from dlrm.model import DLRM
 from dlrm.optim import Schedule
 from dlrm.sparse_arch.table_plan import format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
-from dlrm.training.best_model import Validations, note_validation
+from dlrm.training.best_model import Validations
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.data_parallel import GradientReducer, state_bytes
@@ -106,8 +106,8 @@ class Run:
         self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate)
         self.held_out = self.evaluator(Interruption(world), held_out)
 
-        pacing = pace.validations(config, meta, len(self.train_data))
-        self.validations = Validations(*pacing, by_loss=pace.by_loss(meta))
+        few, epoch = pace.by_loss(meta), len(self.train_data)
+        self.validations = Validations(*pace.validations(config, meta, epoch), by_loss=few)
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 
@@ -122,8 +122,7 @@ class Run:
 
         step, place = self.progress.steps if resumed else None, self.checkpoints.directory
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
-        active = world.first and not self.finished
-        self.tracker = tracking.Tracker(place, step=step, active=active)
+        self.tracker = tracking.Tracker(place, step=step, active=world.first and not self.finished)
         self._print_plan(resolved, spec, ids, sharding.text if sharding else "")
 
     @property
@@ -224,8 +223,7 @@ class Run:
         if self.held_out.diverged:  # its state replaces no good one
             self.progress.validated = self.steps, values
             return
-        by_loss, latest = self.validations.by_loss, bool(self.config.follow)
-        note_validation(self.progress, values, latest=latest, by_loss=by_loss)
+        self.validations.note(self.progress, values, latest=bool(self.config.follow))
         if self.config.checkpoint:
             self._save()
 

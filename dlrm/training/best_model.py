@@ -53,6 +53,12 @@ class Validations:
         left = self.last_step - step
         return step > 0 and step % self._every == 0 and not 0 < left < self._every / 10
 
+    def note(
+        self, progress: Progress, metrics: Mapping[str, float], *, latest: bool = False
+    ) -> None:
+        """Note the metrics of a validation; see :func:`note_validation`."""
+        note_validation(progress, metrics, latest=latest, by_loss=self.by_loss)
+
     def stop_early(self, progress: Progress, *, silent: bool = False) -> None:
         """Let training end now if no better state has come for too long.
 
