@@ -131,9 +131,11 @@ def exports(result: Result) -> Iterator[Mapping[str, Any]]:
 
 def distributed(*results: Result) -> Iterator[Mapping[str, Any]]:
     """Steps of several GPUs."""
-    for r in (r for result in results for r in result["results"] if r["gpus"] > 1):
-        wire = "" if r["wire"] in ("fp32", "-") else f", {r['wire']}"
-        yield {**r, "name": r["model"].capitalize(), "wire": wire}
+    for result in results:
+        device = result["environment"]["device"].split()[1]
+        for r in (r for r in result["results"] if r["gpus"] > 1):
+            wire = "" if r["wire"] in ("fp32", "-") else f", {r['wire']}"
+            yield {**r, "name": r["model"].capitalize(), "wire": wire, "device": device}
 
 
 def pages(result: Result) -> Rows:
