@@ -42,9 +42,6 @@ class GradientReducer:
 
     Attributes:
         local: parameters that are not replicated.
-
-    Raises:
-        ValueError: the replicas would not stay equal.
     """
 
     def __init__(self, model: DLRM, optimizer: RowOptimizer, world: World) -> None:
@@ -53,12 +50,6 @@ class GradientReducer:
         self._early = [*model.top_mlp.parameters(), *model.interaction.parameters()]
         self._late = [*model.bottom_mlp.parameters()]
         self._embeddings = [p for p in model.sparse_arch.parameters() if p not in self.local]
-        if self.local and any(map(_is_rounded_on_cpu, self._embeddings)):
-            raise ValueError(
-                "tables in bf16, int8 and int4 are updated with stochastic rounding, which would "
-                "differ between replicas on CPUs next to sharded tables: use --sharding.by "
-                "replicate or --tables.dtype fp32"
-            )
         self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
         self._sent: tuple[Tensor, dist.Work] | None = None
         self.drop_gradients()
@@ -207,11 +198,6 @@ class GradientReducer:
         rows = torch.cat(self.world.gather(rows, sizes))
         values = torch.cat(self.world.gather(values, sizes))
         parameter.grad = row_gradient(parameter, rows, values, sparse=True)
-
-
-def _is_rounded_on_cpu(parameter: nn.Parameter) -> bool:
-    narrow = parameter.dtype == torch.bfloat16 or packed_rows(parameter) is not None
-    return narrow and not parameter.is_cuda
 
 
 def _skips_zero_gradients_in(group: dict[str, Any]) -> bool:

@@ -108,8 +108,8 @@ def train(
     model = DLRM(**recipe, bottom_mlp=[8], top_mlp=[8], sharding=spreading)
     optimizers = [
         RowOptimizer(model.dense_parameters(), rule, lr=0.05),
-        # Stochastic rounding in PyTorch draws other numbers for shards than for a whole table.
-        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05, stochastic=dtype == "fp32"),
+        # Stochastic rounding draws other numbers for shards than for a whole table.
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05, stochastic=dtype != "int8"),
     ]
     reducer = GradientReducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, precision=precision, clip_norm=clip_norm, reducer=reducer)
@@ -271,6 +271,8 @@ def main():
         for name, options in DYNAMIC.items():
             options = {"threshold": 40, "by": by, "exchange": exchange, **options}
             check_training(world, f"dynamic, {name}, by {by}", "dynamic", **options)
+    options = {"dtype": "bf16", "precision": "bf16", "threshold": 300}
+    check_training(world, "replicas rounded by chance next to shards", "hash", **options)
     check_training(world, "multi-hot cache", "tt", multi_hot=True)
     check_training(world, "no ids", "hash", multi_hot=True, rule="adam")
     for bags in (True, "fixed"):

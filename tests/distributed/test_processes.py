@@ -163,10 +163,19 @@ def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(run, torchrun, data, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tables.dtype", "int8", "--sharding.threshold", "0", "--sharding.by", "row"],
+        ["--emb", "auto", "--budget", "4x", "--sharding.threshold", "20"],  # some of each kind
+    ],
+    ids=["rows", "auto"],
+)
+def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(
+    run, torchrun, data, tmp_path, options
+):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
-    common += ["--tables.dtype", "int8", "--sharding.threshold", "0", "--max_steps", "6"]
-    done = torchrun(2, "train", *common, "--sharding.by", "row")
+    done = torchrun(2, "train", *common, *options, "--max_steps", "6")
     assert done.returncode == 0, done.stderr
     assert "rank 1: " in done.stdout
     found = run("evaluate", tmp_path / "run", data, "--device", "cpu").stdout

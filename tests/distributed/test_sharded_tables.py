@@ -10,9 +10,6 @@ from dlrm.distributed.sharded_kinds import ShardedDense
 from dlrm.distributed.sharding_plan import LARGE, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
-from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer
-from dlrm.training.data_parallel import GradientReducer
 
 NAMES = ["a", "b", "c"]
 SIZES = [300, 20, 150]
@@ -222,14 +219,3 @@ def test_packed_rows_are_whole():
     columns = make_sharding_plan(world, NAMES, {**recipe, "tables_dtype": "fp32"}, **options)
     with pytest.raises(ValueError, match="can't be sharded by column"):
         ShardedDense(SIZES, 32, columns, dtype="int8")
-
-
-def test_rows_rounded_by_chance_need_gpus():
-    world = World(rank=0, size=2)
-    recipe = {**RECIPE, "tables_dtype": "bf16"}
-    model = DLRM(
-        **recipe, bottom_mlp=[4], top_mlp=[4], sharding=make_sharding_plan(world, NAMES, recipe)
-    )
-    optimizer = RowOptimizer(model.sparse_arch.parameters(), "sgd")
-    with pytest.raises(ValueError, match=r"stochastic rounding.*use --sharding\.by replicate"):
-        GradientReducer.of(model, optimizer, world)

@@ -141,9 +141,12 @@ def test_saved_state_continues_to_the_last_digit(rule):
     assert torch.equal(table, other)
 
 
-def test_saved_state_continues_the_stochastic_rounding(device, monkeypatch):
-    """Kernels draw from the seed of the parameter group."""
-    monkeypatch.setattr("dlrm.kernels.update.sparse.use_triton", lambda *_: True)
+@pytest.mark.parametrize("triton", [False, True])
+def test_saved_state_continues_the_stochastic_rounding(device, monkeypatch, triton):
+    """It draws from the seed of the parameter group, and nothing from PyTorch's generator."""
+    triton = triton or device.type == "cuda"
+    monkeypatch.setattr("dlrm.kernels.update.sparse.use_triton", lambda *_: triton)
+    before = torch.get_rng_state()
 
     def make(weight):
         table = torch.nn.Parameter(weight.clone())
@@ -164,6 +167,7 @@ def test_saved_state_continues_the_stochastic_rounding(device, monkeypatch):
     for each in ((table, optimizer), (other, restored)):
         step(*each)
     assert torch.equal(table, other)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_foreign_state_is_refused():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tl, triton, use_triton
-from dlrm.kernels.update.rounding import round_stochastic, store_rounded
+from dlrm.kernels.update.rounding import round_stochastic, seeded, store_rounded
 from dlrm.kernels.update.rules import (
     Rule,
     decay_step,
@@ -158,7 +158,9 @@ def update_dense(
         if impl is None and _has_fused(rule, parameters, grads, states):
             _update_fused(rule, parameters, grads, states, lr)
         else:
-            update_dense_torch(rule, parameters, grads, states, lr=lr, stochastic=seed is not None)
+            with seeded(seed):
+                rounds = seed is not None
+                update_dense_torch(rule, parameters, grads, states, lr=lr, stochastic=rounds)
         return
 
     # A launch takes up to TENSORS parameters of one type.

@@ -9,10 +9,28 @@ times the instructions, and its registers were spilled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from dlrm.kernels import tl, triton
+
+
+@contextmanager
+def seeded(seed: Tensor | None) -> Iterator[None]:
+    """Have PyTorch draw from a seed on a CPU, and increase it by one; None: leave all as it is.
+
+    So processes with equal seeds round alike, whatever else each of them draws.
+    """
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(seed))
+        yield
+    seed.add_(1)
 
 
 def round_stochastic(value: Tensor) -> Tensor:

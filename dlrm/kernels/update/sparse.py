@@ -20,7 +20,7 @@ from dlrm.kernels import require_integers, triton, use_triton
 from dlrm.kernels.update._merge import Entries, Step, Table, finish, merge, merge_runs
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.packed import packed_rows, storage, update_packed_torch
-from dlrm.kernels.update.rounding import round_stochastic
+from dlrm.kernels.update.rounding import round_stochastic, seeded
 from dlrm.kernels.update.row_sort import SortedRows, merge_rows_torch, sort_rows
 from dlrm.kernels.update.rules import Rule, foreach_update, hyper, make_rule
 
@@ -87,7 +87,8 @@ def update_rows(
             )
 
     if not use_triton(weight, impl):
-        update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
+        with seeded(seed):
+            update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
         return
 
     sorted_rows = sorted_rows or sort_rows(rows, len(weight))
@@ -199,7 +200,7 @@ def update_rows_torch(
     cached: CachedSlots | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """:func:`update_rows` in PyTorch, which draws from PyTorch's generator, not ``seed``."""
+    """:func:`update_rows` in PyTorch, which draws from PyTorch's generator."""
     if not len(rows):
         return
     rule = make_rule(rule) if isinstance(rule, str) else rule
