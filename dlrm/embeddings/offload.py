@@ -51,7 +51,7 @@ class Offload(PrefetchesRows, Embedding):
         embedding_dim: int,
         *,
         cache_rows: int | None = None,
-        cache_share: float = 0.05,
+        cache_share: float = 0.015,
         half_life: float = 1000.0,
         **common: Unpack[Common],
     ) -> None:
@@ -153,7 +153,7 @@ class Offload(PrefetchesRows, Embedding):
         """Bytes of each table: ``host`` in host memory; on the GPU, once there is an optimizer,
         ``cache`` for cached rows with their state, and ``index`` for which rows these are.
         """
-        row = self.embedding_dim * self.weight.element_size() + self.cached.padding
+        row = self.embedding_dim * self.weight.element_size()
         tables = [{"host": rows * row} for rows in self.num_embeddings]
         if self.cached.active:
             for name, size in zip(("cache", "index"), self.cached.nbytes(), strict=True):
@@ -169,7 +169,7 @@ class Offload(PrefetchesRows, Embedding):
         if not self.cached.active:
             return {}
         lookups, hits, fetched, written, batches = self.cached.index.traffic.tolist()
-        size = 4 * self.cached.records[0].shape[1]
+        size = sum(host.shape[1] * host.element_size() for host, _ in self.cached.tensors)
         moved = {"bytes_in": fetched * size, "bytes_out": written * size}
         return {"lookups": lookups, "hits": hits, "steps": batches, **moved}
 

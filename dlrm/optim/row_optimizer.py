@@ -127,8 +127,6 @@ class RowOptimizer(torch.optim.Optimizer):
         if cached is not None and not cached.keeps(states):
             cached.stop()  # it moves the states of another optimizer, or none
             cached = None
-            for state in states:
-                state.data = state.contiguous()  # copies of states are strided like them
         with torch.cuda.device_of(parameter):  # kernels start on the current GPU
             update_rows(
                 rule,
@@ -347,9 +345,11 @@ def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
     packed, cached = packed_rows(parameter), cached_rows(parameter)
     narrow = packed is not None and packed.format != 8
     if cached is not None:
-        columns = [1 if per_row else parameter.shape[1] for per_row in rule.states.values()]
-        states = cached.start([(count, wide) for count in columns])
-        return dict(zip(rule.states, states, strict=True))
+        cached.start()
+        return {
+            name: cached.new_rows(1 if per_row else parameter.shape[1], wide)
+            for name, per_row in rule.states.items()
+        }
     return {
         name: zeros_in_same_memory(
             parameter,

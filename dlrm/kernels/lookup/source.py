@@ -58,8 +58,6 @@ class SourceKind(NamedTuple):
     short: int = 0
     """Short: weights of a row, of which ``per_row`` are stored as one."""
     per_row: int = 1
-    stride: int = 0
-    """Cached: elements from one row to the next."""
 
 
 @triton.jit
@@ -83,8 +81,7 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
 
     elif KIND.name == "cached":  # the current values are in the cache
         slot = tl.load(source.slots + row, mask=live, other=-1)
-        STRIDE: tl.constexpr = KIND.stride
-        at = tl.where(slot >= 0, slot.to(tl.int64) * STRIDE + source.to_cache, row * STRIDE)
+        at = tl.where(slot >= 0, slot.to(tl.int64) * D + source.to_cache, row * D)
         value = tl.load(source.data + at[:, None] + column, mask=mask, other=0.0)
 
     elif KIND.name == "paged":  # by the address of the page

@@ -102,13 +102,12 @@ def in_host_memory(tensor: Tensor) -> bool:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The CPU tensor of a :func:`mapped_tensor` or a view of one; a CPU tensor stays as it is."""
+    """The CPU tensor of a contiguous :func:`mapped_tensor`; a CPU tensor is returned as it is."""
     if not tensor.is_cuda:
         return tensor
     region = _region_from(tensor)
     assert region is not None, "the tensor is in GPU memory"
-    whole = region[: len(region) // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
-    return whole.as_strided(tensor.shape, tensor.stride())
+    return region[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _region_from(tensor: Tensor) -> Tensor | None:

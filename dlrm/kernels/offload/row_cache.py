@@ -29,7 +29,6 @@ from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind
 from dlrm.kernels.offload.admission import CacheIndex, move_rows
 from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
-from dlrm.kernels.offload.transfer import RecordLayout
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.utils.streams import side_stream_of
 
@@ -71,17 +70,16 @@ class CachedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
-            memo[id(self)] = type(self)(self._copied(), *self._settings())
+            self.cached.flush()
+            rows = empty_on_host(self.data).copy_(self.data)
+            memo[id(self)] = type(self)(rows, *self._settings())
         copied: Self = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and ``torch.save``: the rows after all are written back."""
-        return type(self), (self._copied(), *self._settings())
-
-    def _copied(self) -> Tensor:
         self.cached.flush()
-        return empty_on_host(self.data).copy_(self.data)
+        return type(self), (self.data, *self._settings())
 
 
 def cached_rows(parameter: Tensor) -> CachedRows | None:
@@ -112,47 +110,29 @@ class CachedRows(RowSource):
         self.capacity = capacity
         self.half_life = half_life
         self.impl = impl
-        self.tensors = [(weight, weight)]  # in host memory, in the cache; the states follow
+        self.tensors = [(weight, weight)]  # in host memory, in the cache
         self.active = False
         self.ready = False  # the rows of the window are where begin_window put them
 
     @torch.no_grad()
-    def start(self, states: Sequence[tuple[int, torch.dtype]] = ()) -> list[Tensor]:
-        """Begin to cache, with an empty cache.
-
-        With states, the table is copied to new memory, where each row and its states are one
-        record, so that they move together. Meanwhile host memory holds its rows twice.
-
-        Args:
-            states: number of columns and type of each state.
-
-        Returns:
-            The states, zeros ``[V, columns]`` in host memory; like the table, every ``stride(0)``
-            elements there is a row.
-        """
-        self.stop()
+    def start(self) -> None:
+        """Begin to cache, with an empty cache and without the states of :meth:`new_rows`."""
+        self.release()
         weight, _ = self.tensors[0]
         capacity, device = self.capacity, weight.device
-        layout = RecordLayout.of([(weight.shape[1], weight.dtype), *states])
-
-        # A row that is a record already stays where it is.
-        if layout.words * 4 == weight.shape[1] * weight.element_size():
-            records = weight.data.view(torch.int32)
-            rows = [weight]
-        else:
-            records = zeros_in_same_memory(weight, (len(weight), layout.words), torch.int32)
-            first, *rest = layout.parts(records)
-            weight.data = first.copy_(weight)
-            rows = [weight, *rest]
-
-        cache = torch.zeros(capacity, layout.words, dtype=torch.int32, device=device)
-        self.tensors = list(zip(rows, layout.parts(cache), strict=True))
-        self.records = records, cache
+        self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
         self._side = side_stream_of(device, "rows")
         self._moving = False  # rows are on their way
         self.active = True
-        return rows[1:]
+
+    def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """Zeros ``[V, columns]`` in host memory that move with the rows of the table."""
+        weight, _ = self.tensors[0]
+        host = zeros_in_same_memory(weight, (len(weight), columns), dtype)
+        cache = torch.zeros(self.capacity, columns, dtype=dtype, device=weight.device)
+        self.tensors.append((host, cache))
+        return host
 
     @property
     def moves(self) -> bool:
@@ -177,7 +157,7 @@ class CachedRows(RowSource):
     def for_kernel(self) -> tuple[KernelSource, SourceKind]:
         to_cache, *_ = self.cached_slots.offsets([host for host, _ in self.tensors])
         source = KernelSource(self.weights[0], slots=self.slots, to_cache=to_cache)
-        return source, SourceKind("cached", stride=self.weights[0].stride(0))
+        return source, SourceKind("cached")
 
     def runs_triton(self, ids: Tensor, impl: str | None) -> bool:
         return use_triton(ids, impl or self.impl)
@@ -187,15 +167,9 @@ class CachedRows(RowSource):
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the cached rows with their states, and of the index."""
-        return (self.records[1].nbytes, self.index.nbytes) if self.active else (0, 0)
-
-    @property
-    def padding(self) -> int:
-        """Bytes of host memory for each row that neither the row nor its states fill."""
         if not self.active:
-            return 0
-        filled = sum(host.shape[1] * host.element_size() for host, _ in self.tensors)
-        return 4 * self.records[0].shape[1] - filled
+            return 0, 0
+        return sum(cache.nbytes for _, cache in self.tensors), self.index.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies: the cache of the copied parameter."""
@@ -225,12 +199,13 @@ class CachedRows(RowSource):
         self.ready = True
 
         if now is not None:
-            move_rows(self.index, *self.records, *now, ahead=False, impl=self.impl)
+            move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)
         if coming is not None:
             with self._side.fork():
-                move_rows(self.index, *self.records, *coming, ahead=True, impl=self.impl)
+                move_rows(self.index, self.tensors, *coming, ahead=True, impl=self.impl)
             # All of these may be dropped meanwhile.
-            self._side.keep([coming[0], self.records[1], *self.index.tensors])
+            caches = [cache for _, cache in self.tensors]
+            self._side.keep([coming[0], *caches, *self.index.tensors])
             self._moving = True
 
     def _wait(self) -> None:
@@ -268,9 +243,10 @@ class CachedRows(RowSource):
         if not self.active:
             return
         self._wait()
-        host, cache = self.records
         held = (self.index.slot_to_row >= 0).nonzero()[:, 0]
-        host.index_copy_(0, self.index.slot_to_row[held].long(), cache[held])
+        rows = self.index.slot_to_row[held].long()
+        for host, cache in self.tensors:
+            host.index_copy_(0, rows, cache[held])
 
     @torch.no_grad()
     def release(self) -> None:
@@ -282,19 +258,15 @@ class CachedRows(RowSource):
         self.ready = False
 
     def keeps(self, states: Sequence[Tensor]) -> bool:
-        """Whether rows move together with exactly these states of :meth:`start`."""
+        """Whether rows move together with exactly these tensors of :meth:`new_rows`."""
         own = [id(host) for host, _ in self.tensors[1:]]
         return self.active and own == [id(state) for state in states]
 
-    @torch.no_grad()
     def stop(self) -> None:
         """Write all rows back and stop caching until the next :meth:`start`."""
         if not self.active:
             return
         self.release()
-        for host, _ in self.tensors:
-            if not host.is_contiguous():
-                host.data = empty_on_host(host).copy_(host)
         self.tensors = [(self.tensors[0][0],) * 2]
-        del self.index, self.records  # with four bytes on the GPU for each row of the table
+        del self.index  # with four bytes on the GPU for each row of the table
         self.active = False

@@ -54,8 +54,6 @@ class Table(NamedTuple):
     """Elements from the start of each tensor to the start of its cache."""
     wide: int = 0
     """Number of packed rows with 8 bits, see :func:`~dlrm.kernels.update.packed.storage`."""
-    strides: tuple[int, ...] = ()
-    """With a cache: elements from one row of each tensor to the next, divided by 4."""
 
 
 class Step(NamedTuple):
@@ -92,8 +90,7 @@ def _pointer(row, slot, table, INDEX: tl.constexpr, WIDTH: tl.constexpr):
     """Where rows of a tensor of the table, or their cached copies, begin."""
     at = row * WIDTH
     if table.slots is not None:
-        stride = table.strides[INDEX] * 4  # the compiler sees that several columns load together
-        at = tl.where(slot >= 0, slot.to(tl.int64) * stride + table.offsets[INDEX], row * stride)
+        at = tl.where(slot >= 0, slot.to(tl.int64) * WIDTH + table.offsets[INDEX], at)
     return table.tensors[INDEX] + at
 
 

@@ -77,7 +77,7 @@ def update_rows(
             on another device.
     """
     rule = make_rule(rule) if isinstance(rule, str) else rule
-    _check(rule, weight, grads, states, cached)
+    _check(rule, weight, grads, states)
 
     if sorted_rows is None:
         require_integers(weight, rows=rows)
@@ -96,9 +96,7 @@ def update_rows(
         data, wide, packing = storage(weight)
         table = Table((data, *states), None, (), wide)
         if cached is not None:
-            tensors = data, *states
-            strides = tuple(tensor.stride(0) // 4 for tensor in tensors)
-            table = Table(tensors, cached.slots, cached.offsets(tensors), strides=strides)
+            table = Table((data, *states), cached.slots, cached.offsets((data, *states)))
         step = Step(lr, hyper(rule), seed)
         _launch(rule, sorted_rows, grads.contiguous(), table, step, packing)
     if seed is not None:  # without gradients too, so that every process rounds replicas alike
@@ -167,13 +165,7 @@ def _tile(block_d: int, states: int) -> tuple[int, int]:
     return block, min(4, max(1, block * block_d // elements))
 
 
-def _check(
-    rule: Rule,
-    weight: Tensor,
-    grads: Tensor,
-    states: Sequence[Tensor],
-    cached: CachedSlots | None,
-) -> None:
+def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:
     rows, dim = weight.shape
     sizes = [rows if per_row else rows * dim for per_row in rule.states.values()]
     if [state.numel() for state in states] != sizes:
@@ -183,8 +175,7 @@ def _check(
         )
     if grads.dim() != 2 or grads.shape[1] != dim:
         raise ValueError(f"grads have shape {tuple(grads.shape)}, they must be [n, {dim}]")
-    contiguous = all(tensor.is_contiguous() for tensor in (storage(weight)[0], *states))
-    if cached is None and not contiguous:
+    if not all(tensor.is_contiguous() for tensor in (storage(weight)[0], *states)):
         raise ValueError("weight and states must be contiguous, they are updated in place")
 
 

@@ -56,7 +56,7 @@ def take(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], int]:
 def _as_host_memory(piece: Piece) -> Piece:
     """A piece of a table that a GPU reads in host memory, as the host sees it."""
     values = piece.values
-    if not (values.is_cuda and in_host_memory(values)):
+    if not (values.is_cuda and values.is_contiguous() and in_host_memory(values)):
         return piece
     torch.cuda.current_stream(values.device).synchronize()  # it may still be written
     return replace(piece, values=on_host(values.detach()))

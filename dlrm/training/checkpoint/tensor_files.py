@@ -179,11 +179,7 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
     if not tensor.numel():
         return
     if not tensor.is_cuda:
-        parts = [tensor]
-        if not tensor.is_contiguous():  # then a part is copied at a time
-            parts = list(tensor.split(max(1, SLICE * len(tensor) // tensor.nbytes)))
-        for part in parts:
-            yield from _flat(part).split(SLICE)
+        yield from _flat(tensor).split(SLICE)
         return
 
     # Two buffers: a slice is copied to one while the other is used.
@@ -194,8 +190,8 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
     with torch.cuda.device(tensor.device):
         stream = stream_of(tensor.device, "saves")
         with torch.cuda.stream(stream):
-            flat = _flat(tensor).split(SLICE)
-        for number, part in enumerate(flat):
+            parts = _flat(tensor).split(SLICE)
+        for number, part in enumerate(parts):
             arrived = torch.cuda.Event(blocking=True)  # no core is kept busy by waiting
             with torch.cuda.stream(stream):
                 buffer = buffers[number % 2][: len(part)].copy_(part, non_blocking=True)

@@ -27,9 +27,8 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(sparse, "TILE", 1)
         monkeypatch.setattr(admission, "BLOCK", 32)
         monkeypatch.setattr(admission, "FEW", 64)
-        monkeypatch.setattr(admission, "PAGE", 64)
         monkeypatch.setattr(transfer, "MOVERS", 3)
-        monkeypatch.setattr(transfer, "UNITS", 8)
+        monkeypatch.setattr(transfer, "ROWS", 8)
 
 
 def in_host_memory(value, device):
@@ -50,9 +49,10 @@ def make(device, capacity, rule, dtype=torch.float32):
     rule = make_rule(rule)
     value = torch.randn(ROWS, DIM, device=device).to(dtype)
     cached = CachedRows(in_host_memory(value, device), capacity, half_life=3, impl="triton")
+    cached.start()
     widths = [1 if per_row else DIM for per_row in rule.states.values()]
     states = [torch.zeros(ROWS, width, device=device) for width in widths]
-    return rule, value, states, cached, cached.start([(width, torch.float32) for width in widths])
+    return rule, value, states, cached, [cached.new_rows(width, torch.float32) for width in widths]
 
 
 @pytest.mark.parametrize(
@@ -167,17 +167,6 @@ def test_memory_of_the_host_is_seen_from_both_sides(device):
     assert here.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
     here[1, 2] = -1
     assert there.tolist()[2] == [8, 9, -1, 11]
-    assert on_host(there[:, 1:3]).tolist() == [[1, 2], [5, 6], [9, -1]]
-
-
-def test_a_row_and_its_states_are_one_record_until_the_cache_stops(device):
-    _, value, states, cached, host_states = make(device, 7, "adam", torch.bfloat16)
-    tensors = [cached.tensors[0][0], *host_states]
-    assert [tensor.stride(0) * tensor.itemsize for tensor in tensors] == [64] * len(tensors)
-    assert cached.padding == 64 - DIM * 2 - 4 - 2 * DIM * 4
-    cached.stop()
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    assert all(map(torch.equal, tensors, [value, *states]))
 
 
 def test_the_cache_is_found_at_its_parameter():
