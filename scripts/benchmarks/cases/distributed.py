@@ -13,9 +13,10 @@ in a bit.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, product
@@ -48,7 +49,8 @@ SMALL += " --exchanges collective --wires fp32 --checked 16"
 ROOM = 1.2  # memory of a GPU that holds a model alone, relative to its tables
 COMMUNICATES = re.compile("nccl|barrier_kernel|^_read$|^_send$").search  # names of kernels
 TOLERANCE = {"fp32": 2e-4, "bf16": 1e-2}
-KINDS = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense"), ("mlperf", "dense")]
+KINDS = [("kaggle", "dense"), ("kaggle", "tt"), ("kaggle", "dynamic"), ("kaggle", "auto")]
+KINDS += [("terabyte", "dense"), ("mlperf", "dense")]
 SHOWN = ["model", "kind", "wire", "exchange", "threshold", "gpus", "ms", "Msamples/s", "scaling"]
 SHOWN += ["communication_share"]
 
@@ -77,8 +79,10 @@ class Case:
     def recipe(self, cap: int) -> dict[str, Any]:
         """The arguments of the model, its tables of at most ``cap`` rows."""
         rows, dim = self.shape.capped(cap), self.shape.dim
-        options = {"tt": {"rank": 32}}
-        plan = make_table_plan(NAMES, rows, dim, self.kind, largest=7, options=options)
+        options: dict[str, Any] = {"largest": 7, "options": {"tt": {"rank": 32}}}
+        if self.kind == "auto":  # within a tenth of the bytes, by how often each id occurs
+            options = {"budget": "10x", "counts": partial(expected_counts, rows)}
+        plan = make_table_plan(NAMES, rows, dim, self.kind, **options)
         sizes = {"num_dense": 13, "num_embeddings": rows, "embedding_dim": dim, "plan": plan}
         mlps = {"bottom_mlp": [512, 256, 64], "top_mlp": [512, 256]}
         return sizes | mlps | self.shape.options
@@ -315,6 +319,11 @@ class Benchmark:
             "communication_share": round(communication / ms, 3),
             "gpu_GB": (memory - free) / 1e9,
         }
+
+
+def expected_counts(rows: Sequence[int]) -> list[torch.Tensor]:
+    """Occurrences of each id of each table in 100 million log-uniform ids."""
+    return [(1e8 / math.log(many + 1) / torch.arange(1, many + 1)).long() for many in rows]
 
 
 def share(batch: Batch, rank: int, size: int) -> Batch:
