@@ -71,6 +71,7 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         ordered=not meta.extends,
         trained=config.init_from is not None,
         owners=meta.owners if share else None,
+        values=[column.values for column in meta.categorical],
     )
     if config.budget is not None and config.budget_counts == "training":
         plan = _plan_with_state(config, meta, config.budget, make_plan)

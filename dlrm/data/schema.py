@@ -78,6 +78,8 @@ class Categorical(Closed):
     """How an id outside the table is treated: ``error``, or ``row``, that of ``oov_id``."""
     vocabulary: Name | None = None
     """Another categorical column, whose ids stand for the same values."""
+    values: Size | None = None
+    """Of hashed ids: about how many different ones the training rows have."""
 
     def __post_init__(self) -> None:
         """Check what depends on several fields."""

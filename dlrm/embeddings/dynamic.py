@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,6 +23,10 @@ from dlrm.kernels.lookup.tables import TableRows
 from dlrm.utils.bags import Bags
 
 FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
+GROWTH = 4  # times as many ids are expected as have occurred
+LEAST = 16  # a table of which few ids have occurred gets one of so many rows of the largest
+SCARCE, LOWEST_CHANCE = 0.03, 0.01
+"""If a smaller share of the ids has room, others share more rows and an id gets one by chance."""
 
 
 class Dynamic(DynamicTables, SharedRows):
@@ -78,21 +82,77 @@ class Dynamic(DynamicTables, SharedRows):
 
     @classmethod
     def for_budget(
-        cls, budget: Budget, *, shared: int | None = None, admit: int = 1
+        cls,
+        budget: Budget,
+        *,
+        shared: int | None = None,
+        admit: int = 1,
+        chance: float = 1.0,
     ) -> list[dict[str, Any] | None]:
-        """The largest ``rows``, the same for all tables, that fits."""
-        tables, row = budget.num_embeddings, budget.row_bytes
-        slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
+        """The largest ``rows`` that fits: the same for all tables, except those of which few ids
+        have occurred. If fewer than 3% of the ids have room, half of the rows are shared by the
+        others, and an id gets a row with a low ``chance``: rows change hands less often, and shared
+        ones are trained.
+        """
+        return _options_within(budget, cls.kind(), shared, admit, chance)
 
-        def size(table: int, rows: int) -> int:
-            (slots,) = slots_of([table], max(rows, 1))
-            return (slots + shared_rows(slots, shared)) * row + slots * slot_bytes + FIXED_BYTES
 
-        def cost(rows: int) -> int:
-            return sum(min(table * row, size(table, rows)) for table in tables)
+class _Size(NamedTuple):
+    """A table of a budget."""
+
+    rows: int
+    shared: int
+    bytes: int
+
+
+def _options_within(
+    budget: Budget, kind: str, shared: int | None, admit: int, chance: float
+) -> list[dict[str, Any] | None]:
+    """The options of each table within a budget; None where a dense table takes no more.
+
+    Args:
+        budget: the tables, and the bytes for them.
+        kind: the embedding kind, for messages.
+        shared, admit, chance: see :class:`Dynamic`. The budget chooses
+            those that have their defaults.
+    """
+    tables, row = budget.num_embeddings, budget.row_bytes
+    slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
+    expected = [
+        known if known < MANY_IDS else GROWTH * (seen or MANY_IDS)
+        for known, seen in zip(tables, budget.values or [None] * len(tables), strict=True)
+    ]
+
+    def size(table: int, level: int, scarce: bool) -> _Size:
+        rows = max(min(level, expected[table]), level // LEAST, 1)
+        (slots,) = slots_of([tables[table]], rows)
+        others = shared_rows(slots, shared)
+        if scarce and shared is None:
+            others = max(others, min(rows, expected[table] - slots))
+        size = (slots + others) * row + slots * slot_bytes + FIXED_BYTES
+        return _Size(rows, others, size)
+
+    def largest(scarce: bool) -> tuple[dict[int, _Size], float]:
+        """The sizes of the tables that are not dense, and the share of their ids with a row."""
+
+        def cost(level: int) -> int:
+            return sum(min(own * row, size(t, level, scarce).bytes) for t, own in enumerate(tables))
 
         highest = min(MANY_IDS, ceil(max(tables) / LOAD))
-        rows = highest_level(cost, highest, budget.size, cls.kind())
-        return [
-            None if table * row <= size(table, rows) else {"rows": max(rows, 1)} for table in tables
-        ]
+        level = highest_level(cost, highest, budget.size, kind)
+        sizes = {t: size(t, level, scarce) for t in range(len(tables))}
+        found = {t: own for t, own in sizes.items() if tables[t] * row > own.bytes}
+        wanted = sum(expected[t] for t in found)
+        rows = sum(own.rows for own in found.values())
+        return found, rows / wanted if 0 < wanted < MANY_IDS else 1.0
+
+    # If hardly any id has room, rows that change hands all the time learn nothing.
+    found, share = largest(scarce=False)
+    if share < SCARCE:
+        found, share = largest(scarce=True)
+        chance = chance if chance < 1 else max(round(share**0.5, 2), LOWEST_CHANCE)
+    chosen = {} if chance == 1 else {"chance": chance}
+    return [
+        {"rows": found[t].rows, "shared": found[t].shared, **chosen} if t in found else None
+        for t in range(len(tables))
+    ]

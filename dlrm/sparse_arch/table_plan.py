@@ -44,6 +44,7 @@ def make_table_plan(
     ordered: bool = True,
     trained: bool = False,
     owners: Sequence[int] | None = None,
+    values: Sequence[int | None] | None = None,
 ) -> TablePlan:
     """Decide the kind and the options of every table.
 
@@ -68,6 +69,7 @@ def make_table_plan(
         ordered: whether ids are in order of falling frequency, as some kinds need them.
         trained: whether the tables will be fitted to trained ones, for ``auto``.
         owners: for each feature, the one whose table it uses. Default: each has its own.
+        values: about how many ids of each table occur, where ids are hashes.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
@@ -91,6 +93,7 @@ def make_table_plan(
             dtype=dtype,
             ordered=ordered,
             trained=trained,
+            values=values and [values[feature] for feature in own_tables],
         )
         entries = dict(zip(own_tables, plan_of_tables, strict=True))
         shared = enumerate(owners)
@@ -132,6 +135,7 @@ def make_table_plan(
             effects,
             dtype,
             trained,
+            values,
         )
         for table, (own, found) in zip(chosen, fitted, strict=True):
             plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
@@ -318,6 +322,7 @@ def _fit_budget(
     effects: Callable[[], Sequence[Effects]] | None,
     dtype: str,
     trained: bool,
+    values: Sequence[int | None] | None,
 ) -> TablePlan:
     """Kind and options of the chosen tables, within what dense tables leave of a budget."""
     row = row_bytes(embedding_dim, dtype)
@@ -366,6 +371,7 @@ def _fit_budget(
                 "budget"
             )
     known = counts_of_chosen() if cls.budget_by_counts else None
-    rest = Budget(sizes, embedding_dim, limit - dense, counts=known, dtype=dtype)
+    seen = values and [values[table] for table in chosen]
+    rest = Budget(sizes, embedding_dim, limit - dense, counts=known, dtype=dtype, values=seen)
     fitted = cls.for_budget(rest, **fixed)
     return [("dense", {}) if found is None else (kind, found) for found in fitted]

@@ -183,7 +183,8 @@ def new_ids(
             keys = torch.from_numpy(ids.astype(np.int64)) + (number << 40)
             return mix(keys).numpy() % HASHED
 
-        return replace(column, cardinality=HASHED, oov_id=None), hashed
+        seen = len(np.unique(first))
+        return replace(column, cardinality=HASHED, oov_id=None, values=seen), hashed
 
     # In order of falling frequency; the last id is that of all other values.
     counts = np.bincount(first, minlength=column.cardinality)
@@ -213,7 +214,7 @@ def write_day(
 
 
 def runs_on(log: str, dense_bytes: int, options: Namespace) -> dict[str, dict[str, Any]]:
-    """What to train on a log, by the names of the runs."""
+    """The runs on a log, by their names."""
     runs = {}
     plain = ["dense", *(kind for kind in options.kinds if kind == FIRST)]
     others = [kind for kind in options.kinds if kind not in plain]
@@ -245,6 +246,8 @@ def summarize(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for row in results:
         groups.setdefault((row["log"], row["kind"], row["ratio"]), []).append(row)
+
+    # Runs of the same seed see the same rows in the same order.
     summary = []
     for (log, kind, ratio), rows in groups.items():
         own = [row["auc"] for row in rows]
@@ -288,6 +291,7 @@ def draw(summary: Sequence[dict[str, Any]], path: Path) -> None:
             elif rows:
                 line = sorted((row["ratio"], row["auc"], row["spread"] or 0) for row in rows)
                 by_ratio.errorbar(*zip(*line, strict=True), fmt="o-", ms=3, **style)
+
         by_day.set(title=log, xlabel=f"day, at {middle:g}x fewer bytes", ylabel="AUC")
         by_ratio.set(xscale="log", xlabel="times fewer bytes than dense", ylabel="progressive AUC")
     panels[0, 0].legend(fontsize="small")

@@ -207,6 +207,31 @@ def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told
     assert 95_000 < sum(group.footprint()[0].values()) <= 100_000 - 20 * 16
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("size", [40_000, 400_000, 4_000_000])
+def test_a_budget_is_divided_by_how_many_ids_occurred(size, dtype):
+    """Where few ids fit, the others share as many rows, and few are admitted."""
+    seen = [9000, 2000, 40, 1]
+    found = Dynamic.for_budget(Budget([HASHED] * 4, 16, size, values=seen, dtype=dtype or "fp32"))
+    rows, shared = ([own[name] for own in found] for name in ("rows", "shared"))
+    (chance,) = {own.get("chance", 1.0) for own in found}
+    assert rows == sorted(rows, reverse=True)
+
+    group = Dynamic([HASHED] * 4, 16, rows=rows, shared=shared, chance=chance, dtype=dtype)
+    assert 0.8 * size < sum(sum(table.values()) for table in group.footprint()) <= size
+    if size == 40_000:
+        assert shared[0] == rows[0] >= rows[2]
+        assert 0.05 < chance < 0.2
+    else:
+        assert rows[0] > rows[2]
+        assert shared[0] < rows[0] / 16
+        assert chance == 1
+
+    given = {"shared": 5, "chance": 0.3}
+    for own in Dynamic.for_budget(Budget([HASHED], 16, size, values=[9000]), **given):
+        assert own.items() >= given.items()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm.data import synthetic
+from dlrm.data.schema import Meta
 from dlrm.embeddings import available
 from dlrm.training import checkpoint, run_directory
 from dlrm.training.dashboards import tag
@@ -339,6 +340,8 @@ def test_hashed_ids_need_no_vocabulary(run, train, result, tmp_path):
     data = tmp_path / "hashed"
     done = run("prepare_table", raw, "--output", data, "--ids", "hash")
     assert "0 in 0 columns, hashed in 2" in done.stdout
+    sizes = [column.values for column in Meta.read(data).categorical]
+    assert sizes == [len({*users[:1600]}), len({*tags[:1600].flat})]
 
     done = train("run", "--emb", "dynamic", "--dynamic.rows", "400", "--epochs", "4", data=data)
     assert "compresses nothing" not in done.stderr

@@ -147,7 +147,7 @@ class Preparation:
             earlier=self.earlier,
         )
         categorical = learner.learn_all(progress=progress)
-        write_splits(learner, categorical, workers=workers, progress=progress)
+        categorical = write_splits(learner, categorical, workers=workers, progress=progress)
 
         # All other results; meta.json is the last one.
         with atomic_write(work / BAD_ROWS_FILE) as temporary:

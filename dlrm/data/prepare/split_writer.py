@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,12 +13,13 @@ import pyarrow.parquet as pq
 
 from ...utils.atomic import atomic_write
 from ...utils.messages import listing, print_error
-from ..schema import SPLITS, Categorical
+from ..schema import HASHED, SPLITS, Categorical
 from ..threads import map_in_order
 from .learner import Learner
 from .rates import append_rates
 from .spill import SpilledBlock, progress_bar
 from .splitting import Selection
+from .text_hashes import DistinctIds
 from .vocabulary import ZSTD
 
 ROW_GROUP_ROWS = 1 << 17
@@ -26,10 +28,13 @@ LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row
 
 def write_splits(
     learner: Learner, categorical: Sequence[Categorical], *, workers: int, progress: bool
-) -> None:
+) -> tuple[Categorical, ...]:
     """Write ``SPLIT.parquet`` of each split into the workspace, with what was learned.
 
     A column of which a split has no value that was in the training rows is noted.
+
+    Returns:
+        The categorical columns; those of hashed ids with the number of different ones.
     """
     blocks, plan, work = learner.blocks, learner.transform.plan, learner.work
     label = plan.only("label")
@@ -53,6 +58,7 @@ def write_splits(
         split: [c for c in categorical if c.oov_id is not None and not c.multi_hot]
         for split in SPLITS[1:]
     }
+    different = {c.name: DistinctIds() for c in categorical if c.cardinality == HASHED}
     written = Counter[str]()
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
         bar.total = sum(block.rows for block in blocks)
@@ -69,6 +75,9 @@ def write_splits(
                     writers[name] = stack.enter_context(writer)
                 writers[name].write(part)
                 written[name] += part.num_rows
+                for column, ids in different.items() if name == "train" else ():
+                    own = part[column]
+                    ids.add((own.flatten() if pa.types.is_list(own.type) else own).to_numpy())
                 if name in unseen:
                     unseen[name] = [c for c in unseen[name] if _all_unseen(c, part)]
             bar.update(sum(part.num_rows for part in parts))
@@ -80,6 +89,8 @@ def write_splits(
                 f"{listing([c.name for c in columns])}: all count as unseen, so its metrics say "
                 "nothing of these"
             )
+    counts = {name: ids.count or None for name, ids in different.items()}
+    return tuple(replace(column, values=counts.get(column.name)) for column in categorical)
 
 
 def _all_unseen(column: Categorical, rows: pa.RecordBatch) -> bool:

@@ -29,6 +29,34 @@ def hashed_ids(values: pa.Array) -> NDArray[np.int64]:
     return (hash_texts(values.cast(pa.large_string())) % np.uint64(HASHED)).astype(np.int64)
 
 
+class DistinctIds:
+    """Estimates how many different ids there were, within a few per cent, in bounded memory.
+
+    Reference:
+        Bar-Yossef et al., "Counting Distinct Elements in a Data Stream", RANDOM 2002.
+    """
+
+    MOST = 4096  # hashes that are kept, the smallest ones
+
+    def __init__(self) -> None:
+        self._smallest = np.empty(0, np.uint64)
+
+    def add(self, ids: NDArray[np.int64]) -> None:
+        """Add ids, in any order."""
+        hashes = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
+        if len(self._smallest) == self.MOST:
+            hashes = hashes[hashes < self._smallest[-1]]
+        self._smallest = np.unique(np.concatenate([self._smallest, hashes]))[: self.MOST]
+
+    @property
+    def count(self) -> int:
+        """The number of different ids: exact if there were few."""
+        if len(self._smallest) < self.MOST:
+            return len(self._smallest)
+        return round((self.MOST - 1) * 2**64 / int(self._smallest[-1]))
+
+
 def hash_texts(values: pa.Array) -> NDArray[np.uint64]:
     """SipHash of each text with the fixed key of :func:`pandas.util.hash_array`."""
     import pandas as pd  # which takes a third of a second, and hashing is rare

@@ -37,6 +37,8 @@ class Budget:
     """How often each id of each table occurs, in order of the ids, if it is known."""
     dtype: str = "fp32"
     """Type of the tables, one of :data:`DTYPES`."""
+    values: Sequence[int | None] | None = None
+    """About how many ids of each table occur in the training rows, where ids are hashes."""
 
     @property
     def weight_bytes(self) -> int:

@@ -45,7 +45,7 @@ class DynamicTables(CountsIds, Embedding):
     ``num_kept``. The options are described in :class:`dlrm.embeddings.dynamic.Dynamic`.
     """
 
-    per_table = frozenset({"rows"})
+    per_table = frozenset({"rows", "shared"})
     any_ids = True
 
     def __init__(
@@ -54,7 +54,7 @@ class DynamicTables(CountsIds, Embedding):
         embedding_dim: int,
         *,
         rows: int | list[int] | None = None,
-        shared: int | None = None,
+        shared: int | list[int | None] | None = None,
         evict: str = "lfu",
         half_life: int = 1000,
         age: int = 100_000,
@@ -69,7 +69,8 @@ class DynamicTables(CountsIds, Embedding):
 
         # Numbers of 1 or more.
         least = {"half_life": half_life, "age": age, "admit": admit}
-        least |= {} if shared is None else {"shared": shared}
+        few = shared if isinstance(shared, list) else [shared] * len(num_embeddings)
+        least |= {"shared": min((own for own in few if own is not None), default=1)}
         for name, value in least.items():
             if value < 1:
                 raise ValueError(f"dynamic {name} is {value}; set --dynamic.{name} to 1 or more")
@@ -86,8 +87,8 @@ class DynamicTables(CountsIds, Embedding):
                 "another group"
             )
         self.num_slots = tuple(slots)
-        self.num_shared = tuple(shared_rows(own, shared) for own in slots)
-        kept = [own + few for own, few in zip(slots, self.num_shared, strict=True)]
+        self.num_shared = tuple(map(shared_rows, slots, few))
+        kept = [own + others for own, others in zip(slots, self.num_shared, strict=True)]
         super().__init__(num_embeddings, embedding_dim, num_kept=kept, **common)  # type: ignore[call-arg]
 
         # The state of the index, which a checkpoint has, and what follows from the options.

@@ -15,6 +15,7 @@ from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
 from dlrm.data.prepare.raw_rows import as_batch
 from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.prepare.text_hashes import DistinctIds
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import SPLITS, Meta
 
@@ -259,6 +260,16 @@ def test_rare_values_share_an_id(tmp_path, cap, min_count):
     assert set(vocabulary["value"]) == {*kept, None}
     ids = {value: i for i, value in enumerate(vocabulary["value"])}
     assert table["c"].to_pylist() == [ids.get(value, described.oov_id) for value in values]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4097, 150_000])
+def test_different_ids_are_counted(size):
+    ids = np.random.default_rng(size).integers(2**63 - 1, size=size)
+    for own in (ids, np.arange(size), np.arange(size) << 40):
+        counter = DistinctIds()
+        for part in np.array_split(np.repeat(own, 2), 7):
+            counter.add(part)
+        assert counter.count == pytest.approx(size, rel=0.05 if size > 4095 else 0)
 
 
 def test_hashed_values(tmp_path):
