@@ -12,6 +12,7 @@ from dlrm.data.prepare.column_options import build_options, read_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.infer import ColumnsError, format_plan
+from dlrm.data.prepare.rates import rate_names
 from dlrm.data.prepare.table import (
     OPTIONS_FILE,
     open_and_plan,
@@ -151,6 +152,10 @@ def print_summary(output: Path, meta: Meta, began: float) -> None:
     for kind in sorted({scaling["transform"] for scaling in scalings.values()}):
         names = [name for name, scaling in scalings.items() if scaling["transform"] == kind]
         print(f"{kind:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
+    rated = [names for names in map(rate_names, meta.tables) if names[1] in meta.dense]
+    counts = sum(count in meta.dense for count, _ in rated)
+    if counts < len(rated):
+        print(f"counts   {counts:>10,} of {len(rated)}: the others say nothing beyond all else")
     known = [column.cardinality for column in meta.categorical if column.cardinality < HASHED]
     hashed = len(meta.categorical) - len(known)
     more = f", hashed in {hashed}" if hashed else ""

@@ -8,7 +8,9 @@ The residuals are what the other columns leave unexplained: a first-order score,
 residual of each id, shrunk by the same effects (empirical Bayes). Small columns explain first. So
 of two columns that say the same, one has the effect: the rows of the other say nothing more. A
 model is more than such a sum, so a part of what ids say alone is added. The numbers of the rows, in
-bins, explain as small columns do: among them are the rates of ids, which say much of the same.
+bins, explain as small columns do: among them are the rates of ids, which say much of the same. The
+counts of ids are numbers too. One that explains no more than by chance what all else leaves
+unexplained would add noise to a model, so a preparation leaves it out.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ SWEEPS = 3  # over all columns
 BINS = 32  # of a number, with as many rows each
 RANGES = 24  # ids that occur once, 2 to 3 times, 4 to 7 times, ...
 SMALLEST = 1e-4  # effect by which means are shrunk, if no more is found
+SURE = 4.0  # standard deviations by which a number explains more than by chance
 ALONE = 0.1  # part of what ids say alone that counts although other columns say it too
 
 Floats = NDArray[np.float64]
@@ -109,6 +112,18 @@ class _Column:
         effects = _smooth(by_range(products) / (values.var() or 1), by_range(pairs))
         return effects, means, sums
 
+    def explains(self, residuals: Floats) -> bool:
+        """Whether the mean residuals of the ids, here bins of a number, differ by more than chance.
+
+        Args:
+            residuals: see :meth:`effects`.
+        """
+        bins, rows = np.flatnonzero(self.seen), self.seen[self.seen > 0]
+        sums = np.bincount(self.ids, residuals, len(self.seen))[bins]
+        chi_square = (sums**2 / rows).sum() / (residuals.var() or 1)
+        freedom = len(bins) - 1
+        return bool(chi_square > freedom + SURE * np.sqrt(2 * freedom))
+
 
 def _smooth(products: Floats, pairs: Floats) -> Floats:
     """Mean products of pairs of each range; one of few pairs is near that of the next range.
@@ -131,8 +146,10 @@ def _smooth(products: Floats, pairs: Floats) -> Floats:
 
 def estimate_effects(
     columns: Sequence[_Column], numbers: Sequence[_Column], labels: Floats
-) -> list[tuple[float, ...]]:
-    """The effects of all ``columns`` on labels ``[N]`` by range, beyond those of ``numbers``."""
+) -> tuple[list[tuple[float, ...]], list[bool]]:
+    """The effects of all ``columns`` on labels ``[N]`` by range, beyond those of ``numbers``; and
+    whether each of the numbers explains what all else does not.
+    """
     residuals = labels - labels.mean()
     alone = [column.effects(residuals)[0] for column in columns]
     order = sorted([*numbers, *columns], key=lambda column: len(column.means))
@@ -146,7 +163,8 @@ def estimate_effects(
 
     beyond = [column.effects(residuals + column.score())[0] for column in columns]
     found = [own + ALONE * other for own, other in zip(beyond, alone, strict=True)]
-    return [tuple(own.round(6).tolist()) for own in found]
+    explain = [number.explains(residuals + number.score()) for number in numbers]
+    return [tuple(own.round(6).tolist()) for own in found], explain
 
 
 def with_effects(
@@ -164,7 +182,7 @@ def with_effects(
         most_rows: if there are more rows, only every n-th row group is read.
 
     Returns:
-        The description with the effects.
+        The description with the effects, and without the counts that explain nothing.
 
     Raises:
         ValueError: the data is damaged.
@@ -177,8 +195,14 @@ def with_effects(
     labels = np.concatenate([part.labels for part in parts]).astype(float)
     columns = [_column(parts, at, count) for at, count in enumerate(counts)]
     numbers = [_binned([part.dense[at] for part in parts]) for at in range(len(meta.dense))]
-    effects = estimate_effects(columns, numbers, labels)
-    return replace(meta, effects=dict(zip(meta.tables, effects, strict=True)))
+    effects, explain = estimate_effects(columns, numbers, labels)
+    are_counts = {rate_names(name)[0] for name in meta.tables}
+    dense = zip(meta.dense, explain, strict=True)
+    return replace(
+        meta,
+        dense=tuple(name for name, telling in dense if telling or name not in are_counts),
+        effects=dict(zip(meta.tables, effects, strict=True)),
+    )
 
 
 def _column(parts: Sequence[Rows], at: int, counts: ArrayLike) -> _Column:
@@ -218,5 +242,5 @@ def read_effects(
         counts: returns the occurrences of every id of every column.
     """
     known = meta if meta.effects else with_effects(directory, meta, counts())
-    rated = [{*rate_names(name)} <= {*meta.dense} for name in meta.tables]
+    rated = [rate_names(name)[1] in meta.dense for name in meta.tables]
     return [Effects(known.effects[name], own) for name, own in zip(meta.tables, rated, strict=True)]

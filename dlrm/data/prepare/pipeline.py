@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -155,15 +155,17 @@ class Preparation:
         if self.save is not None:
             self.save(work.directory)
 
+        # Later rows have the numbers that a model of the earlier ones takes.
         own = fingerprint(work.directory, [column.name for column in categorical], self.rules())
-        extends: tuple[EarlierData, ...] = ()
+        dense, extends = plan.dense_names, tuple[EarlierData, ...]()
         if self.earlier is not None and (self.earlier.directory / META_FILE).is_file():
-            extends = Meta.read(self.earlier.directory).extended_by(own)
+            before = Meta.read(self.earlier.directory)
+            dense, extends = before.dense, before.extended_by(own)
         meta = Meta(
             label=label.name,
             weight=weight,
             weight_ratio=counts["train"].weight_ratio,
-            dense=plan.dense_names,
+            dense=dense,
             categorical=categorical,
             splits={name: own.split(f"{name}.parquet") for name, own in counts.items()},
             options=self.options,
@@ -173,7 +175,8 @@ class Preparation:
         )
         if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
             paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
-            meta = with_effects(work.directory, meta, [read_counts(path) for path in paths])
+            found = with_effects(work.directory, meta, [read_counts(path) for path in paths])
+            meta = found if self.earlier is None else replace(found, dense=meta.dense)
         meta.write(work.directory)
 
     def _require_training(self, spilled: Spilled, splitter: Splitter) -> None:

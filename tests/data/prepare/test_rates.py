@@ -72,7 +72,8 @@ def test_training_rows_know_earlier_rows_and_others_all_of_them(tmp_path):
         for later in (val, test):
             wanted = expected(pairs(train, column), pairs(later, column, labels=False), share)
             np.testing.assert_allclose(later[names], wanted, atol=1e-6)
-    assert Meta.read(tmp_path / "data").dense == ("price", *NAMES)  # none of a list
+    # There is no number of a list; and labels by chance have nothing to do with counts.
+    assert Meta.read(tmp_path / "data").dense == ("price", "rate(city)", "rate(user)")
 
     # Raw rows, of which no label is known, get the same numbers.
     raw = table[320:].drop(columns="label").assign(user=lambda t: t["user"])
@@ -107,6 +108,20 @@ def test_rates_are_smoothed_by_how_much_the_shares_of_ids_differ():
         assert prior_rows(counts, drawn, 0.3) == pytest.approx(prior, rel=0.1)
     for few in (np.zeros(0, np.int64), np.ones(5, np.int64)):  # nothing is known
         assert prior_rows(few, few, 0.3) > 1000
+
+
+def test_counts_are_numbers_of_a_row_where_they_explain_labels(tmp_path):
+    """New ids are positive. Later rows have the numbers of the first ones, whatever they say."""
+    rng, numbers = np.random.default_rng(7), []
+    for new in (0.9, 0.1):
+        ids = np.arange(3000) // 60 + rng.integers(0, 3, 3000)
+        before = pd.Series(ids).groupby(ids).cumcount()
+        label = (rng.random(3000) < np.where(before < 15, new, 0.1)).astype(int)
+        table = rows(8, 3000, label=label, city=[f"c{own}" for own in ids])
+        out = tmp_path / f"{new}"
+        prepare(table, out, tmp_path / "0.9" if numbers else None, grow=bool(numbers))
+        numbers.append(Meta.read(out).dense)
+    assert numbers == [("price", "count(city)", "rate(city)", "rate(user)")] * 2
 
 
 @pytest.mark.parametrize("grow", [False, True])

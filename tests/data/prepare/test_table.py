@@ -100,7 +100,7 @@ def test_every_value(prepared):
     table = pa.concat_tables(read(directory / "out").values())
     assert [meta.splits[split].rows for split in SPLITS] == [280, 40, 80]
     assert meta.dense[:3] == ("price", "when_age", "epoch_age")
-    assert meta.dense[3:5] == ("count(user_id)", "rate(user_id)")
+    assert meta.dense[3:5] == ("rate(user_id)", "rate(city)")
     assert meta.tables == (
         "user_id", "city", "tags", "when_hour", "when_weekday", "epoch_weekday",
     )  # fmt: skip
