@@ -36,6 +36,7 @@ def test_trains_move_as_dense_rows_under_plain_sgd_only(rule, data):
         list,
     )
     group = next(group for group in model.sparse_arch.groups if group.kind() == "tt")
+    build_optimizers(config.optim, model)
     first, second, last = (core.detach().std().item() for core in group.cores)
     assert first == pytest.approx(second, rel=0.1)
     if rule == "sgd":

@@ -87,7 +87,7 @@ def test_weeks_are_split_and_shares_are_of_products(script, package, tmp_path, c
     weeks = promotions["week"]
     for name, (first, last) in {"train": (2, 44), "val": (45, 46), "test": (47, 53)}.items():
         assert meta.splits[name].rows == weeks.between(first, last).sum()
-    assert meta.dense[:4] == ("season_sin", "season_cos", "week", "count(product)")
+    assert meta.dense[:3] == ("season_sin", "season_cos", "week")
     assert len(meta.categorical) == 13
     # Another share is not taken for the same data; a tenth is that of the products, in all stores.
     assert main(["--output", str(output), "--products", "0.3"]) == 2
@@ -130,5 +130,6 @@ def test_one_command_prepares_and_compares(script, gpu, seeds, ratios):
     frontier = script("frontier")
     options = frontier.arguments().parse_args(shlex.split(compare)[2:])
     frontier.require_kinds([*options.kinds, *dict(options.lr)])
-    assert (options.data, options.seeds, options.ratios) == ("data/retail", seeds, ratios)
+    assert options.data == [Path("data/retail")]
+    assert (options.seeds, options.ratios) == (seeds, ratios)
     assert bool(options.rates) == bool(options.validation) == bool(gpu)
