@@ -13,8 +13,8 @@ import yaml
 
 from dlrm.config import pace
 from dlrm.config.build import build_model, build_optimizers, sample_odds
-from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
-from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
+from dlrm.config.cli import parse, refuse_with_resume, resumed_path
+from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec, note_plan
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic

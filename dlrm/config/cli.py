@@ -16,11 +16,9 @@ from pydantic import ValidationError
 from dlrm.config.build import optimizer_specs
 from dlrm.config.dry_run import describe
 from dlrm.config.help import print_help
-from dlrm.config.model_spec import ModelSpec
 from dlrm.config.options import Option, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, OptimConfig, RunConfig
 from dlrm.data.days import first_day
-from dlrm.embeddings.common.budget import MANY_IDS, row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
@@ -32,9 +30,6 @@ MAX_PROBLEMS = 20
 """Number of mistakes that are printed."""
 
 PRINT = "print_config"
-
-UNCOMPRESSED = ("dense", "paged", "offload")
-"""Kinds that store tables as they are."""
 
 
 def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, str]:
@@ -323,42 +318,6 @@ def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]
         kind, dot, _ = name.partition(".")
         if dot and kind in idle:
             print_error(f"note: --{name} has no effect, no table is of kind {kind}")
-
-
-def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
-    """Print what may be unexpected in a model and its table plan.
-
-    These are options of the kind that have no effect, because a budget sets them; a kind that
-    compresses nothing on this data; and an interaction that many tables choose.
-
-    Args:
-        config: of the run.
-        spec: of its model.
-        compression: how many times larger dense tables in fp32 are.
-    """
-    own = [options for kind, options in spec["plan"] if kind == config.emb]
-    for name, value in config.methods.get(config.emb, {}).items():
-        if config.budget and own and all(options.get(name) != value for options in own):
-            option = f"--{config.emb}.{name}"
-            print_error(f"note: {option} has no effect, --budget sets it")
-    dim = spec["embedding_dim"]
-    without = 4 * dim / row_bytes(dim, config.tables_dtype)
-    known = max(spec["num_embeddings"]) < MANY_IDS
-    if config.emb not in UNCOMPRESSED and known and compression <= without:
-        why = "its tables are no smaller than dense ones; try --budget 10x"
-        if config.budget:
-            why = "dense tables fit into --budget; lower it"
-        elif not own:
-            largest = max(spec["num_embeddings"])
-            why = f"no table is of that kind, as the largest has {largest:,} rows; lower "
-            why += "--tables.threshold, or try --budget 10x"
-        print_error(f"note: --emb {config.emb} compresses nothing here: {why}")
-    if config.model.interaction is None and spec["interaction"] == "dcn":
-        print_error(
-            f"note: {len(spec['plan']):,} tables interact by a cross network of rank "
-            f"{spec['cross_rank']}, as the dot products of all pairs would take most of the memory "
-            "(--model.interaction dot, --model.cross_rank)"
-        )
 
 
 def _methods(

@@ -12,6 +12,7 @@ import torch
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta
+from dlrm.embeddings.common.budget import MANY_IDS, row_bytes
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
@@ -24,8 +25,12 @@ from dlrm.sparse_arch.table_plan import (
     parse_bytes,
     with_pooling,
 )
+from dlrm.utils.messages import print_error
 
 WIDE = 512  # tables; the top MLP would have a weight or more for each pair and unit: gigabytes
+
+UNCOMPRESSED = ("dense", "paged", "offload")
+"""Kinds that store tables as they are."""
 
 
 class ModelSpec(TypedDict):
@@ -144,3 +149,42 @@ def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, ids: IdStatistics
             "data that is prepared again has it"
         )
     return text
+
+
+def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
+    """Print what may be unexpected in a model and its table plan.
+
+    These are options of the kind that have no effect, because a budget sets them; a kind that
+    compresses nothing on this data; and an interaction that many tables choose.
+
+    Args:
+        config: of the run.
+        spec: of its model.
+        compression: how many times larger dense tables in fp32 are.
+    """
+    own = [options for kind, options in spec["plan"] if kind == config.emb]
+    for name, value in config.methods.get(config.emb, {}).items():
+        if config.budget and own and all(options.get(name) != value for options in own):
+            option = f"--{config.emb}.{name}"
+            print_error(f"note: {option} has no effect, --budget sets it")
+
+    # Nobody knows how many rows dense tables of hashed ids would have.
+    dim = spec["embedding_dim"]
+    without = 4 * dim / row_bytes(dim, config.tables_dtype)
+    known = max(spec["num_embeddings"]) < MANY_IDS
+    if config.emb not in UNCOMPRESSED and known and compression <= without:
+        why = "its tables are no smaller than dense ones; try --budget 10x"
+        if config.budget:
+            why = "dense tables fit into --budget; lower it"
+        elif not own:
+            largest = max(spec["num_embeddings"])
+            why = f"no table is of that kind, as the largest has {largest:,} rows; lower "
+            why += "--tables.threshold, or try --budget 10x"
+        print_error(f"note: --emb {config.emb} compresses nothing here: {why}")
+
+    if config.model.interaction is None and spec["interaction"] == "dcn":
+        print_error(
+            f"note: {len(spec['plan']):,} tables interact by a cross network of rank "
+            f"{spec['cross_rank']}, as the dot products of all pairs would take most of the memory "
+            "(--model.interaction dot, --model.cross_rank)"
+        )

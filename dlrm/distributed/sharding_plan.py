@@ -168,6 +168,8 @@ def _sharding_types(
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
         whole = table in shared or "mode" in options  # which shards can't look up
+
+        # Small tables, and those that can't be sharded, are replicated.
         large = kind == "paged" or (kind in SHARDED and rows >= threshold)
         large &= not whole and _dtype_of(options, spec) != "int4"
         unproven = kind == "dynamic" and on_gpu

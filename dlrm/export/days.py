@@ -77,6 +77,8 @@ def export_day(
     directory.mkdir(parents=True, exist_ok=True)
     found = sorted(path.parent for path in directory.glob(f"*/{MANIFEST}"))
     exports = [path for path in found if path.suffix != ".tmp"]  # which a killed run left
+
+    # What is there must be of this run, and of earlier days.
     for path in exports:
         made = read_manifest(path)
         later = made["step"] > step or (path.name == day and made["step"] != step)
@@ -93,6 +95,7 @@ def export_day(
     if not exports:
         export_run(run, directory / day, options)
         return
+
     delta = directory / f"{day}.delta"
     if not (delta / DELTA).is_file():
         export_delta(run, delta, exports[-1], options)

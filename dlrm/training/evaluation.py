@@ -72,6 +72,8 @@ class TrainedModel:
         model, state = load_model(path, device, last=last)
         used = state.used_options
         size = batch_size(model) if callable(batch_size) else batch_size
+
+        # Importances open the rows again, in other batches.
         open_loader = partial(
             BatchLoader,
             data,
@@ -81,6 +83,7 @@ class TrainedModel:
             allow_outside=allow_outside,
         )
         loader = open_loader(batch_size=size or used.eval_batch_size)
+
         columns = len(loader.meta.dense)
         if columns != model.num_dense:
             raise ValueError(
@@ -89,6 +92,7 @@ class TrainedModel:
             )
         require_same_ids(data, loader.meta, state.fingerprint, path)
         _note_other_tables(model, loader.meta)
+
         return cls(
             model=model,
             loader=loader,

@@ -76,6 +76,8 @@ class HeldOut:
         """
         if (loader := self._loaders.get(split)) is None:
             return {}
+
+        # The calibration is fitted to the scores of the model as it was trained.
         batches = self.interruption.between(loader, stop)
         calibrates = self._calibrates and split == "val" and model is None
         if calibrates:
@@ -85,10 +87,12 @@ class HeldOut:
             scale, shift = fit_calibration(self._predict_seen(CALIBRATED), scores)
             self._set_calibration(scale, shift)
             scores = (scores[0] * scale + shift, *scores[1:])
+
         values = metrics.classification(*scores)
         if split in self._groups:
             values |= group_areas(*scores, groups=self._groups[split]).metrics()
         self.plots = Plots.of(split, *scores)
+
         if step and not self._collapsed:
             self._collapsed = self._warn_of_collapse(scores[0], split, step)
         self.diverged = ""

@@ -277,6 +277,7 @@ def draw(summary: Sequence[dict[str, Any]], path: Path) -> None:
         2, len(logs), figsize=(4 * len(logs), 6.5), layout="constrained", squeeze=False
     )
 
+    # Kinds that do not depend on the ratio are horizontal lines.
     for column, log in enumerate(logs):
         by_day, by_ratio = panels[:, column]
         for number, kind in enumerate(kinds):

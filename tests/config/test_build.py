@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dlrm.config.build import build_model, build_optimizers
-from dlrm.config.cli import note_plan, parse
-from dlrm.config.model_spec import model_spec
+from dlrm.config.cli import parse
+from dlrm.config.model_spec import model_spec, note_plan
 from dlrm.data import synthetic
 from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import Meta

@@ -218,6 +218,7 @@ def lookup_bags(
     source = weight if isinstance(weight, Weight) else Weight(weight)
     weight = source.weight
     check_bags(weight, len(tables.starts), bags, mode)
+
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
