@@ -172,7 +172,7 @@ class DynamicTables(CountsIds, Embedding):
         self, tables: Tensor, ids: Tensor, context: LookupContext, end: Tensor | None = None
     ) -> Tensor:
         """The rows of look-ups within their tables; in training, new ids get theirs first."""
-        trained = next(self.parameters()).requires_grad
+        trained = self.row_parts[0][0].requires_grad
         if not (self.training and torch.is_grad_enabled() and trained):
             return self.local_rows(tables, ids)
         begin_step(self.index)
