@@ -5,7 +5,7 @@ import gzip
 import pyarrow as pa
 import pytest
 from hypothesis import assume, example, given, settings
-from hypothesis import assume, strategies as st
+from hypothesis import strategies as st
 from tsv import log_of, plain_rows, same
 
 from dlrm.data.prepare.hex_keys import MISSING
