@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from dlrm.config import pace
-from dlrm.config.build import build_model, build_optimizers, sample_odds
+from dlrm.config.build import build_model, build_optimizers, weight_odds
 from dlrm.config.cli import parse, refuse_with_resume, resumed_path
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec, note_plan
 from dlrm.config.options import changed_options
@@ -100,14 +100,14 @@ class Run:
             mode=config.step,
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, optimizers[1], world),
-            odds=sample_odds(config, meta),
+            odds=weight_odds(config, meta) / config.negatives,
         )
 
-        self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate)
+        odds = weight_odds(config, meta)
+        self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate, odds)
         self.held_out = self.evaluator(Interruption(world), held_out)
 
-        few, epoch = pace.by_loss(meta), len(self.train_data)
-        self.validations = Validations(*pace.validations(config, meta, epoch), by_loss=few)
+        self.validations = Validations(*pace.validations(config, meta, len(self.train_data)))
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 

@@ -49,8 +49,8 @@ def build_model(
     return model.to(world.device), sharding
 
 
-def sample_odds(config: RunConfig, meta: Meta) -> float:
-    """The odds of a positive among the samples, divided by those among all rows.
+def weight_odds(config: RunConfig, meta: Meta) -> float:
+    """The odds of a positive by weight, divided by those by rows, if they are accounted for.
 
     Raises:
         ValueError: weights are to be accounted for, and there are none.
@@ -59,8 +59,7 @@ def sample_odds(config: RunConfig, meta: Meta) -> float:
         raise ValueError(
             f"--true_odds accounts for sample weights, but {config.data} has none: leave it out"
         )
-    ratio = meta.weight_ratio if config.true_odds else None
-    return (ratio or 1.0) / config.negatives
+    return (config.true_odds and meta.weight_ratio) or 1.0
 
 
 def optimizer_specs(optim: OptimConfig) -> list[tuple[str, float, dict[str, Any]]]:

@@ -71,7 +71,7 @@ def _steps(config: RunConfig, meta: Meta, size: int) -> str:
         raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
     if config.follow:
         return f"steps: {epoch:,} of {size:,} samples on the first day, {config.data}"
-    every, _, steps = pace.validations(config, meta, epoch)
+    every, _, steps, _ = pace.validations(config, meta, epoch)
     return (
         f"steps: {steps:,} of {size:,} samples, {steps / epoch:.3g} epochs of {rows:,} rows, "
         f"an evaluation every {every:,}"

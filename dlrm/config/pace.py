@@ -33,12 +33,7 @@ def epochs(config: RunConfig, meta: Meta) -> int:
     return MOST_EPOCHS if meta.has_rows("val") else MOST_EPOCHS // 4
 
 
-def by_loss(meta: Meta) -> bool:
-    """Whether the best state is the one with the lowest log loss of the validation rows."""
-    return meta.has_rows("val") and meta.splits["val"].rows < FEW
-
-
-def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, int]:
+def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, int, bool]:
     """When the model is validated.
 
     Args:
@@ -48,24 +43,26 @@ def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, in
 
     Returns:
         The steps between validations, the validations without a better state after which training
-        ends (0: it never does), and the last step.
+        ends (0: it never does), the last step, and whether the best state is the one with the
+        lowest log loss.
     """
     several = epochs(config, meta)
     last_step = min(several * epoch, MAX_COUNT)
     if config.max_steps is not None:
         last_step = min(config.max_steps, last_step)
+    by_loss = meta.has_rows("val") and meta.splits["val"].rows < FEW
     if config.follow:  # days are evaluated when they begin and end
-        return config.eval_every or MAX_COUNT, 0, last_step
+        return config.eval_every or MAX_COUNT, 0, last_step, by_loss
 
     until_best = config.epochs is None and several > 1
     least = epoch // 4
     if until_best:
-        least = max(epoch, LEARNED_LOSS if by_loss(meta) else LEARNED)
+        least = max(epoch, LEARNED_LOSS if by_loss else LEARNED)
     every = config.eval_every or max(least, 1)
     patience = config.patience
     if patience is None and several > 1:
         patience = PATIENCE if until_best else max(epoch // every, 2)
-    return every, patience or 0, last_step
+    return every, patience or 0, last_step, by_loss
 
 
 def planned(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, str]:

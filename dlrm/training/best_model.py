@@ -8,26 +8,6 @@ from collections.abc import Mapping
 from dlrm.training.checkpoint.manifest import Progress
 
 
-def note_validation(
-    progress: Progress, metrics: Mapping[str, float], *, latest: bool = False, by_loss: bool = False
-) -> None:
-    """Note the metrics of a validation, which may have found the best state so far.
-
-    Args:
-        progress: at the step that was validated.
-        metrics: on validation rows; empty without such rows.
-        latest: none is the best: the latest state is the result.
-        by_loss: the best state has the lowest log loss, and not the highest AUC.
-    """
-    progress.validated = progress.steps, dict(metrics)
-    if latest or not metrics:
-        return
-    quality = -metrics["log_loss"] if by_loss else metrics["auc"]
-    if quality > progress.best:
-        progress.best = quality
-        progress.best_step = progress.steps
-
-
 class Validations:
     """The steps of a run that a validation follows, and its last step.
 
@@ -35,16 +15,16 @@ class Validations:
         every: steps between validations.
         patience: validations without a better state after which training ends; 0: it never does.
         last_step: of the run, as planned.
-        by_loss: see :func:`note_validation`.
+        by_loss: the best state has the lowest log loss, and not the highest AUC.
 
     Attributes:
         last_step: after which training ends.
     """
 
-    def __init__(self, every: int, patience: int, last_step: int, *, by_loss: bool = False) -> None:
+    def __init__(self, every: int, patience: int, last_step: int, by_loss: bool = False) -> None:
         self._every, self._limit = every, every * patience or math.inf
         self.last_step = last_step
-        self.by_loss = by_loss
+        self._by_loss = by_loss
 
     def due(self, step: int) -> bool:
         """Whether a validation follows a step. The last step has one of its own: shortly before it
@@ -56,8 +36,20 @@ class Validations:
     def note(
         self, progress: Progress, metrics: Mapping[str, float], *, latest: bool = False
     ) -> None:
-        """Note the metrics of a validation; see :func:`note_validation`."""
-        note_validation(progress, metrics, latest=latest, by_loss=self.by_loss)
+        """Note the metrics of a validation, which may have found the best state so far.
+
+        Args:
+            progress: at the step that was validated.
+            metrics: on validation rows; empty without such rows.
+            latest: none is the best: the latest state is the result.
+        """
+        progress.validated = progress.steps, dict(metrics)
+        if latest or not metrics:
+            return
+        quality = -metrics["log_loss"] if self._by_loss else metrics["auc"]
+        if quality > progress.best:
+            progress.best = quality
+            progress.best_step = progress.steps
 
     def stop_early(self, progress: Progress, *, silent: bool = False) -> None:
         """Let training end now if no better state has come for too long.
@@ -71,7 +63,7 @@ class Validations:
             return
         self.last_step = step
         if not silent:
-            what = "log loss has not fallen" if self.by_loss else "AUC has not risen"
+            what = "log loss has not fallen" if self._by_loss else "AUC has not risen"
             print(
                 f"stopped at step {step:,}: validation {what} since step {progress.best_step:,}; "
                 "--patience 0 trains to the end"

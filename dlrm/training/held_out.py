@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 import torch
@@ -38,6 +38,8 @@ class HeldOut:
         model: of the run.
         precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
         calibrates: whether each evaluation of ``val`` calibrates the model.
+        odds: of a positive by weight, divided by those by rows, where probabilities are to be those
+            of rows; see :func:`~dlrm.training.step.mean_loss`.
         interruption: ends an evaluation after a batch, in all processes.
         rows: to evaluate it on.
 
@@ -52,6 +54,7 @@ class HeldOut:
         model: DLRM,
         precision: str,
         calibrates: bool,
+        odds: float,
         interruption: Interruption,
         rows: HeldOutRows,
     ) -> None:
@@ -59,6 +62,7 @@ class HeldOut:
         self.interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
         self._groups, self._calibrates = rows.groups, calibrates
+        self._shift = math.log(odds)
         self.plots: Plots | None = None
 
     def evaluate(
@@ -84,8 +88,7 @@ class HeldOut:
             self._set_calibration(1.0, 0.0)
         scores = self._predict(loader, batches, loader.rows, model)
         if calibrates:
-            scale, shift = fit_calibration(self._predict_seen(CALIBRATED), scores)
-            self._set_calibration(scale, shift)
+            scale, shift = self._fit_calibration(scores)
             scores = (scores[0] * scale + shift, *scores[1:])
 
         values = metrics.classification(*scores)
@@ -107,7 +110,20 @@ class HeldOut:
         right on training rows.
         """
         self._set_calibration(1.0, 0.0)
-        self._set_calibration(*fit_calibration(self._predict_seen(CALIBRATED), None))
+        self._fit_calibration(None)
+
+    def _fit_calibration(self, later: Sequence[Tensor] | None) -> tuple[float, float]:
+        """Calibrate the model; returns scale and shift.
+
+        Rows count by their weight, so the scores are moved as the loss moves them, and back.
+        """
+        logits, *rest = self._predict_seen(CALIBRATED)
+        if later is not None:
+            later = later[0] + self._shift, *later[1:]
+        scale, shift = fit_calibration((logits + self._shift, *rest), later)
+        shift += (scale - 1) * self._shift
+        self._set_calibration(scale, shift)
+        return scale, shift
 
     def _set_calibration(self, scale: float, shift: float) -> None:
         self._model.calibration.copy_(torch.tensor([scale, shift]))

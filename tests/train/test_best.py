@@ -16,7 +16,7 @@ from dlrm.config.schema import RunConfig
 from dlrm.data.schema import Meta, Split
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
-from dlrm.training.best_model import Validations, note_validation
+from dlrm.training.best_model import Validations
 from dlrm.training.checkpoint import Checkpoint, read_index
 from dlrm.training.checkpoint import timer as checkpoint_timer
 from dlrm.training.checkpoint.manifest import Progress
@@ -136,13 +136,15 @@ def meta_of(rows, val=1):
 
 def test_patience_is_an_epoch_where_there_are_several():
     def validations(**options):
-        return pace.validations(RunConfig(**options), meta_of(40), 40)
+        return pace.validations(RunConfig(**options), meta_of(40, val=500), 40)
 
-    assert validations(epochs=1) == (10, 0, 40)
-    assert validations(epochs=2) == (10, 4, 80)
-    assert validations(epochs=2, eval_every=70) == (70, 2, 80), "evaluations are rarer than epochs"
-    assert validations(epochs=2, patience=7) == (10, 7, 80)
-    assert validations(epochs=2, patience=0, max_steps=50) == (10, 0, 50)
+    assert validations(epochs=1) == (10, 0, 40, False)
+    assert validations(epochs=2) == (10, 4, 80, False)
+    assert validations(epochs=2, eval_every=70) == (70, 2, 80, False), (
+        "evaluations are rarer than epochs"
+    )
+    assert validations(epochs=2, patience=7) == (10, 7, 80, False)
+    assert validations(epochs=2, patience=0, max_steps=50) == (10, 0, 50, False)
 
 
 def test_a_small_table_has_small_batches_and_several_epochs():
@@ -155,14 +157,14 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     assert [pace.epochs(auto, meta) for meta in (large, small, meta_of(9, val=0))] == [1, 20, 5]
     assert pace.epochs(RunConfig(epochs=2), small) == 2
     assert pace.epochs(RunConfig(init_from="runs/day_7"), small) == 1
-    assert pace.validations(auto, large, 40) == (10, 0, 40)
+    assert pace.validations(auto, large, 40) == (10, 0, 40, True)
     few, enough = meta_of(4_000, val=499), meta_of(4_000, val=500)
-    assert (pace.by_loss(few), pace.by_loss(enough), pace.by_loss(meta_of(9, val=0))) == (1, 0, 0)
-    assert pace.validations(auto, few, 7) == (10, 3, 140)
-    assert pace.validations(auto, few, 40) == (40, 3, 800)
-    assert pace.validations(auto, enough, 40) == (100, 3, 800)
-    assert pace.validations(auto, enough, 140) == (140, 3, 2800)
-    assert pace.validations(RunConfig(max_steps=9, patience=1), enough, 40) == (100, 1, 9)
+    assert not pace.validations(auto, meta_of(9, val=0), 40)[3]
+    assert pace.validations(auto, few, 7) == (10, 3, 140, True)
+    assert pace.validations(auto, few, 40) == (40, 3, 800, True)
+    assert pace.validations(auto, enough, 40) == (100, 3, 800, False)
+    assert pace.validations(auto, enough, 140) == (140, 3, 2800, False)
+    assert pace.validations(RunConfig(max_steps=9, patience=1), enough, 40) == (100, 1, 9, False)
 
     note = "note: a small table, so at most 20 epochs of 40 steps with 512 rows each (--epochs, "
     assert pace.planned(auto, small, 40) == (800, f"{note}--batch_size)")
@@ -176,21 +178,21 @@ def test_the_best_model_is_the_first_of_equal_ones(capsys):
     assert validations.last_step == 100, "nothing was evaluated"
     for step, values, best in ((10, {"auc": 0.7}, 10), (20, {"auc": 0.7}, 10), (20, {}, 10)):
         progress.steps = step
-        note_validation(progress, values)
+        validations.note(progress, values)
         assert (progress.best_step, progress.best) == (best, 0.7)
         assert progress.validated == (step, values)
         validations.stop_early(progress)
     assert validations.last_step == 100
     assert not capsys.readouterr().out
     progress.steps = 30
-    note_validation(progress, {"auc": 0.6})
+    validations.note(progress, {"auc": 0.6})
     validations.stop_early(progress)
     assert validations.last_step == 30
     assert "stopped at step 30" in capsys.readouterr().out
 
     progress, few = Progress(steps=10), Validations(10, 1, 100, by_loss=True)
     for progress.steps, auc, loss in ((10, 0.7, 0.5), (20, 0.8, 0.6)):
-        note_validation(progress, {"auc": auc, "log_loss": loss}, by_loss=True)
+        few.note(progress, {"auc": auc, "log_loss": loss})
     few.stop_early(progress)
     assert (progress.best_step, few.last_step) == (10, 20)
     assert "step 20: validation log loss has not fallen since step 10" in capsys.readouterr().out
