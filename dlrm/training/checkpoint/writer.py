@@ -130,12 +130,19 @@ class CheckpointWriter:
         self.stalled += time.perf_counter() - began
 
     def then(self, work: Callable[[], None]) -> None:
-        """Do some work in the thread of the first process, between this checkpoint and the next.
+        """Do some work in the thread of the first process, between this checkpoint and the next,
+        unless this one can't be written.
 
         Its error is raised like one of a checkpoint.
         """
+        write = self._writes[-1][1] if self._writes else None
+
+        def work_if_written() -> None:
+            if write is None or write.exception() is None:
+                work()
+
         if self._world.first:
-            self._writes.append(([], self._thread.submit(work)))
+            self._writes.append(([], self._thread.submit(work_if_written)))
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written.
@@ -189,7 +196,8 @@ class CheckpointWriter:
             self._drain()
         elif len(self._writes) > 1:
             waiting, write = self._writes[-1]
-            wanted = not waiting or (waiting[0].best and not best)  # other work is always wanted
+            drafts = list(waiting)  # the thread may take it meanwhile
+            wanted = not drafts or (drafts[0].best and not best)  # other work is always wanted
             if not wanted and write.cancel():
                 waiting.clear()
                 self._writes.pop()
