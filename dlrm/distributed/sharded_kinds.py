@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +65,6 @@ class ShardedDynamic(DynamicTables, ShardedTables):
         plan: the processes, and the shards of the rows that the tables keep: of each table the
             shared ones come first.
     """
-
-    def __init__(
-        self,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        plan: ShardingPlan,
-        **options: Any,
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, plan=plan, **options)
-        assert self.mode == "sum"
 
     @property
     def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:

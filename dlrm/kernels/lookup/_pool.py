@@ -49,9 +49,8 @@ def pool(
         if entries[0] is not None:
             tl.store(entries[0] + at, tl.where(live, row, -1), mask=all_live)
 
-        if (
-            KIND.name == "plain" and KIND.short == 0
-        ):  # without the change of layout, which takes time
+        # Plain rows of full length without the change of layout, which takes time.
+        if KIND.name == "plain" and KIND.short == 0:
             mask = live[:, :, None] & (column < D)[None, None, :]
             place = row[:, :, None] * D + column[None, None, :]
             value = tl.load(source.data + place, mask=mask, other=0.0).to(tl.float32)
