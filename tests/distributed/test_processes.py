@@ -200,7 +200,7 @@ def child_at_step(step, process, run):
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(torchrun, data, tmp_path):
     """A killed process ends all; the run goes on from its last checkpoint."""
-    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30", "--patience", "0"]
     common += ["--emb", "tt", "--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"]
     process = real_torchrun(2, "train.py", *common, "--name", "killed")
     child = child_at_step(33, process, tmp_path / "killed")

@@ -87,7 +87,7 @@ def test_weeks_are_split_and_shares_are_of_products(script, package, tmp_path, c
     weeks = promotions["week"]
     for name, (first, last) in {"train": (2, 44), "val": (45, 46), "test": (47, 53)}.items():
         assert meta.splits[name].rows == weeks.between(first, last).sum()
-    assert meta.dense[:3] == ("season_sin", "season_cos", "week")
+    assert meta.dense[:4] == ("season_sin", "season_cos", "week", "rate(product)")
     assert len(meta.categorical) == 13
     # Another share is not taken for the same data; a tenth is that of the products, in all stores.
     assert main(["--output", str(output), "--products", "0.3"]) == 2

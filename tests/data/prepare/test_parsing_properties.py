@@ -4,7 +4,7 @@ import gzip
 
 import pyarrow as pa
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tsv import log_of, plain_rows, same
 
@@ -72,8 +72,7 @@ def agree(found, data):
 @example(b"0\t" + b"9" * 5000 + b"\t" * 38 + b"\n\n\n")
 def test_a_block_is_parsed_as_by_a_plain_reader(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "raw"
-    assume(not data.startswith(b"\x28\xb5\x2f\xfd"))  # is unpacked
-    path.write_bytes(data)
+    path.write_bytes(gzip.compress(data))  # text may begin like a packed file
     agree(parsed(path) if data else ([], 0), data)
 
 
