@@ -95,7 +95,10 @@ def torchrun(processes, program, arguments, max_restarts=0):
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
     )
-    elastic_launch(config, program)(*arguments)
+    try:
+        elastic_launch(config, program)(*arguments)
+    except api.SignalException as signalled:
+        sys.exit(f"torchrun: {signalled}")
 
 
 def start(program, arguments, processes, output, file_size=None, max_restarts=None):

@@ -23,7 +23,6 @@ import re
 import shutil
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache, partial
@@ -282,22 +281,6 @@ def forged(rng: random.Random, place: Path) -> Case:
     return judged(rng, what.split(": ")[0], place, trusted="all")
 
 
-def mixed(rng: random.Random, place: Path) -> Case:
-    """A file of one checkpoint in another."""
-    step = copied(place)
-    whose, source = rng.choice(
-        [
-            ("another run's", originals() / "two" / "checkpoints" / "step_6"),
-            ("an earlier", step.with_name("step_3")),
-        ]
-    )
-    name = rng.choice((TENSORS, MANIFEST))
-    target = rng.choice((step / name, step / TENSORS.replace("0.", "1.")))
-    what = "one more" if target.name not in (TENSORS, MANIFEST) else name
-    shutil.copy(source / (TENSORS if what == "one more" else name), target)
-    return judged(rng, f"{whose} {what}", place)
-
-
 def links(rng: random.Random, place: Path) -> Case:
     """Links, pipes and devices in place of files and directories."""
     step = copied(place)
@@ -333,26 +316,6 @@ def links(rng: random.Random, place: Path) -> Case:
     return judged(rng, f"{name}: {what}", place, trusted=trusted)
 
 
-def planted(rng: random.Random, place: Path) -> Case:
-    """Pickles and YAML that call a program, wherever a run may have a file."""
-    step = copied(place)
-    code = b"cposix\nsystem\n(S'true'\ntR."
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:  # as torch.load takes it
-        file.writestr("archive/data.pkl", code)
-        file.writestr("archive/version", "3\n")
-    tagged = b"a: !!python/object/apply:os.system ['true']\n"
-    content = rng.choice((code, archive.getvalue(), tagged, b"import os\nos.system('true')\n"))
-    names = (MANIFEST, TENSORS, ".metadata", "about.pt", "__0_0.distcp", "model.pt", "x.py")
-    own = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "torch.py")
-    paths = [step / name for name in names] + [place / "run" / name for name in own]
-    for path in rng.sample(paths, rng.choice((1, 2, len(paths)))):
-        path.write_bytes(content)
-    if rng.random() < 0.3:
-        (step / MANIFEST).unlink()
-    return judged(rng, "planted", place)
-
-
 def others(rng: random.Random, place: Path) -> Case:
     """The files of a run besides its checkpoints, and files that do not belong there."""
     step = copied(place)
@@ -379,9 +342,7 @@ KINDS: dict[str, MakeCase] = {
     "tensors": tensors,
     "manifest": manifest,
     "forged": forged,
-    "mixed": mixed,
     "links": links,
-    "planted": planted,
     "others": others,
 }
 

@@ -1,6 +1,5 @@
 """Each fuzzer with a few cases, as a program."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 FUZZERS = {
     "tsv": {"text": 25, "gzip": 25, "bomb": 2},
-    "parquet": {"prepared": 25, "foreign": 25, "trained": 2},
+    "parquet": {"prepared": 25, "foreign": 25},
     "config": {"edited": 40, "damaged": 40, "command_line": 40},
     "meta": {"described": 40, "log": 40, "result": 40},
     "checkpoint": {"tensors": 5, "manifest": 5, "forged": 10, "links": 5},
@@ -26,4 +25,4 @@ def test_nothing_is_silently_wrong(fuzzer, kind, count):
     command = [sys.executable, path, "--seed", "1", "--kind", kind, "--count", str(count)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(rf"in all .* {count}\n{count} cases in ", result.stdout)
+    assert f"{kind}: {count} cases, " in result.stdout
