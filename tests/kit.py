@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import itertools
-from collections.abc import Sequence
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.columns import ColumnPlan
+from dlrm.data.prepare.files import RawFile
+from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.schema import SPLITS, Meta
 from dlrm.distributed.world import World
 from dlrm.training.checkpoint import Parts, read_index
 from dlrm.training.checkpoint.index import Index
@@ -58,3 +70,82 @@ def write_checkpoint(
         writer.wait()
     finally:
         writer.close()
+
+
+ALL_TRAIN = {"split": {"train": 1, "val": 0, "test": 0}}
+"""Options of a preparation in which all rows are training rows."""
+
+
+def write_rows(path: Path, columns: Mapping[str, Sequence[Any]], delimiter: str = ",") -> Path:
+    """Write columns to a file of raw rows: Parquet, JSON lines or CSV, by its name."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(dict(columns)), path)
+        return path
+    with path.open("w", newline="") as file:
+        rows = zip(*columns.values(), strict=True)
+        if path.suffix == ".jsonl":
+            file.writelines(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows)
+        else:
+            csv.writer(file, delimiter=delimiter, lineterminator="\n").writerows(
+                [[*columns], *rows]
+            )
+    return path
+
+
+def plan_rows(rows: Any, /, **options: Any) -> tuple[list[RawFile], ColumnPlan]:
+    """Open one or several files of raw rows, and find what their columns are."""
+    return open_and_plan(rows if isinstance(rows, list) else [rows], build_options(options))
+
+
+def prepare_rows(
+    rows: Any, output: Path, options: Mapping[str, Any] | None = None, **given: Any
+) -> tuple[Meta, ColumnPlan]:
+    """Prepare raw rows as ``prepare_table.py`` does; returns the description and the columns."""
+    skip_bad = given.get("bad_rows", "stop") != "stop"
+    inputs = rows if isinstance(rows, list) else [rows]
+    files, plan = open_and_plan(inputs, build_options(dict(options or {})), skip_bad=skip_bad)
+    return prepare_table(files, plan, output, progress=False, **given), plan
+
+
+def read_splits(directory: Path) -> dict[str, pa.Table]:
+    """The rows of a prepared directory."""
+    return {split: pq.read_table(directory / f"{split}.parquet") for split in SPLITS}
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """The digests of all files below a directory."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def criteo_rows(count: int, seed: int = 0) -> list[list[str]]:
+    """Rows of fields in Criteo's format: skewed, with missing and negative values."""
+    return [list(row) for row in _criteo_rows(count, seed)]
+
+
+@cache
+def _criteo_rows(count: int, seed: int) -> list[list[str]]:
+    rng = random.Random(seed)
+
+    def category(column: int) -> str:
+        if rng.random() < 0.1:
+            return ""
+        value = int(rng.paretovariate(0.7)) % 10 ** (1 + column % 5)
+        return f"{value * 0x9E3779B1 % 2**32:08x}"
+
+    def number() -> str:
+        return "" if rng.random() < 0.2 else str(int(rng.paretovariate(0.5)) - 4)
+
+    return [
+        [str(int(rng.random() < 0.3)), *(number() for _ in range(13)), *map(category, range(26))]
+        for _ in range(count)
+    ]
+
+
+def write_criteo(path: Path, rows: Sequence[Sequence[str]]) -> Path:
+    """Write rows of fields as a raw log of Criteo."""
+    path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    return path

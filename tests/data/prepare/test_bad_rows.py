@@ -1,20 +1,17 @@
 """Bad rows of a table, skipped: counted, named, and everything else as if they were not there."""
 
 import gzip
-import hashlib
 import json
 import random
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dlrm.commands import prepare_table as program
 from dlrm.data.prepare import infer, learner, table_rows
-from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.prepare.transform import Transform
+from tests.kit import contents, prepare_rows, write_rows
 
 OPTIONS = {
     "columns": {
@@ -48,19 +45,16 @@ def write(path, lines):
 
 
 def prepare(path, out, bad_rows="skip", block_bytes=3000, **options):
-    options = build_options(OPTIONS | options)
-    files, plan = open_and_plan([path], options, skip_bad=bad_rows != "stop")
-    return prepare_table(
-        files, plan, out, bad_rows=bad_rows, progress=False, block_bytes=block_bytes, workers=2
-    )
+    given = {"bad_rows": bad_rows, "block_bytes": block_bytes, "workers": 2}
+    return prepare_rows(path, out, OPTIONS | options, **given)[0]
 
 
-def contents(out):
+def found(out):
     """What the files hold, but for the bad rows and what names the input."""
     files = sorted(out.rglob("*.parquet"))
-    found = {str(file.relative_to(out)): pq.read_table(file).to_pydict() for file in files}
+    rows = {str(file.relative_to(out)): pq.read_table(file).to_pydict() for file in files}
     transform = json.loads((out / "transform.json").read_text())
-    return found | {name: transform[name] for name in ("scalings", "newest", "edges")}
+    return rows | {name: transform[name] for name in ("scalings", "newest", "edges")}
 
 
 def spoiled(seed, count=600, share=0.1):
@@ -83,7 +77,7 @@ def test_the_rest_is_as_if_bad_rows_were_not_there(tmp_path, share, monkeypatch)
     prepare(write(tmp_path / "bad.csv", lines), tmp_path / "out")
     clean = write(tmp_path / "clean.csv", [good_row(i) for i in range(600)])
     prepare(clean, tmp_path / "wanted", bad_rows="stop", block_bytes=10_000)
-    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+    assert found(tmp_path / "out") == found(tmp_path / "wanted")
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
     kinds = list(bad.values())
     assert report["skipped"] == len(bad)
@@ -108,15 +102,6 @@ def test_many_bad_rows_take_few_conversions(tmp_path, monkeypatch, wrong):
     assert len(converted) < 60  # 20 of them for the messages
 
 
-def test_without_bad_rows_the_report_is_empty(tmp_path):
-    path = write(tmp_path / "rows.csv", [good_row(i) for i in range(300)])
-    for way in ("skip", "stop"):
-        prepare(path, tmp_path / way, bad_rows=way)
-        report = json.loads((tmp_path / way / "bad_rows.json").read_text())
-        assert report == {"skipped": 0, "kinds": {}, "first": []}
-    assert contents(tmp_path / "skip") == contents(tmp_path / "stop")
-
-
 def test_json_lines(tmp_path):
     rows = [json.dumps({"label": i % 2, "price": i, "city": "abc"[i % 3]}) for i in range(300)]
     bad = {40: "{", 41: '{"label": 1, "price": "dear", "city": "a"}', 200: "[1]"}
@@ -127,14 +112,11 @@ def test_json_lines(tmp_path):
     for name, content in (("bad", lines), ("clean", rows)):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
             file.write("\n".join(content))
-        files, plan = open_and_plan(
-            [tmp_path / f"{name}.jsonl.gz"], build_options({"columns": {"price": "number"}}),
-            skip_bad=True,
-        )  # fmt: skip
-        prepare_table(files, plan, tmp_path / name, bad_rows="skip", progress=False)
+        rows = tmp_path / f"{name}.jsonl.gz"
+        prepare_rows(rows, tmp_path / name, {"columns": {"price": "number"}}, bad_rows="skip")
     report = json.loads((tmp_path / "bad" / "bad_rows.json").read_text())
     assert [row["row"] for row in report["first"]] == [40, 41, 200, 250]
-    assert contents(tmp_path / "bad") == contents(tmp_path / "clean")
+    assert found(tmp_path / "bad") == found(tmp_path / "clean")
 
 
 def test_parquet(tmp_path):
@@ -142,11 +124,9 @@ def test_parquet(tmp_path):
     price[17], price[200] = "x", "y"
     label = np.arange(300) % 2
     label[250] = 3
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"label": label, "price": price, "city": ["a", "b", "c"] * 100}), path)
-    prepare_with = {"columns": {"price": "number"}}
-    files, plan = open_and_plan([path], build_options(prepare_with), skip_bad=True)
-    meta = prepare_table(files, plan, tmp_path / "out", bad_rows="skip", progress=False)
+    columns = {"label": label, "price": price, "city": ["a", "b", "c"] * 100}
+    path, options = write_rows(tmp_path / "rows.parquet", columns), {"columns": {"price": "number"}}
+    meta, _ = prepare_rows(path, tmp_path / "out", options, bad_rows="skip")
     assert sum(split.rows for split in meta.splits.values()) == 297
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
     assert [row["row"] for row in report["first"]] == [18, 201, 251]
@@ -183,12 +163,8 @@ def test_killed_and_started_again_it_reports_the_same(tmp_path, monkeypatch):
     with monkeypatch.context() as once:
         once.setattr(table_rows, "convert_good_rows", None)  # nothing is converted again
         prepare(path, tmp_path / "out")
-    for name in ("bad_rows.json", "train.parquet", "vocabulary/city.parquet"):
-        digests = [
-            hashlib.sha256((tmp_path / out / name).read_bytes()).hexdigest()
-            for out in ("out", "wanted")
-        ]
-        assert digests[0] == digests[1]
+    ours, wanted = contents(tmp_path / "out"), contents(tmp_path / "wanted")
+    assert ours == wanted
 
 
 def test_nothing_but_bad_rows(tmp_path):
@@ -239,7 +215,6 @@ def test_the_row_of_a_bad_number_in_a_column_of_times(tmp_path, monkeypatch):
     lines[150] = "1,yesterday"
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(["label,when", *lines]) + "\n")
-    options = build_options({"columns": {"when": {"kind": "time", "parts": ["hour"]}}})
-    files, plan = open_and_plan([path], options)
+    options = {"columns": {"when": {"kind": "time", "parts": ["hour"]}}}
     with pytest.raises(ValueError, match="row 151, column 'when': 'yesterday' is not a number"):
-        prepare_table(files, plan, tmp_path / "out", progress=False, block_bytes=1000)
+        prepare_rows(path, tmp_path / "out", options, block_bytes=1000)

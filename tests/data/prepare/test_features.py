@@ -1,6 +1,5 @@
 """What columns become: kinds that are found, transforms, vocabularies, splits."""
 
-import json
 from collections import Counter
 from itertools import combinations
 
@@ -10,30 +9,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.prepare import numbers
-from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
 from dlrm.data.prepare.raw_rows import as_batch
-from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.prepare.text_hashes import DistinctIds
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import SPLITS, Meta
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, write_rows
 
 NAN = float("nan")
 
 
 def prepare(tmp_path, values, name="out", **options):
-    path = tmp_path / f"{name}.parquet"
-    pq.write_table(pa.table(values), path)
-    files, plan = open_and_plan([path], build_options(options))
-    prepare_table(files, plan, tmp_path / name, progress=False)
-    return {split: pq.read_table(tmp_path / name / f"{split}.parquet") for split in SPLITS}
+    prepare_rows(write_rows(tmp_path / f"{name}.parquet", values), tmp_path / name, options)
+    return read_splits(tmp_path / name)
 
 
 def kinds(tmp_path, columns, **options):
-    path = tmp_path / "found.parquet"
-    pq.write_table(pa.table(columns), path)
-    return {c.name: c.kind for c in open_and_plan([path], build_options(options))[1].columns}
+    path = write_rows(tmp_path / "found.parquet", columns)
+    return {c.name: c.kind for c in plan_rows(path, **options)[1].columns}
 
 
 def test_kinds_that_are_found(tmp_path):
@@ -76,7 +70,7 @@ def test_the_hour_is_that_of_the_place(tmp_path):
     """10 o'clock UTC is 11 in Berlin in winter and 12 in summer."""
     time = pa.array(["2024-01-01T10:00:00", "2024-07-01T10:00:00"]).cast(pa.timestamp("s"))
     time = time.cast(pa.timestamp("s", "UTC")).cast(pa.timestamp("s", "Europe/Berlin"))
-    prepare(tmp_path, {"label": [0, 1], "when": time}, split={"train": 1, "val": 0, "test": 0})
+    prepare(tmp_path, {"label": [0, 1], "when": time}, **ALL_TRAIN)
     found = pq.read_table(tmp_path / "out" / "vocabulary" / "when_hour.parquet")
     assert found["value"].to_pylist() == ["11", "12", None]
 
@@ -92,8 +86,7 @@ def test_the_hour_is_that_of_the_place(tmp_path):
 def test_forms_of_times(tmp_path, options, texts, days):
     columns = {"label": [0, 1], "when": texts}
     options = {"when": {"kind": "time", "parts": ["weekday", "age"], **options}}
-    split = {"train": 1, "val": 0, "test": 0}
-    table = prepare(tmp_path, columns, columns=options, split=split)["train"]
+    table = prepare(tmp_path, columns, columns=options, **ALL_TRAIN)["train"]
     names = pq.read_table(tmp_path / "out" / "vocabulary" / "when_weekday.parquet")["value"]
     assert names.to_pylist() == [*days, None]
     assert table["when_age"][1].as_py() == 0
@@ -206,12 +199,10 @@ def test_texts_and_bytes_may_be_views():
 
 def test_times_of_the_day_in_a_csv_are_categories(tmp_path):
     """They were called numbers, and the first one no number."""
-    lines = [f"{i % 2},{i % 24:02}:30" for i in range(200)]
-    (tmp_path / "rows.csv").write_text("\n".join(["label,at", *lines]))
-    files, plan = open_and_plan([tmp_path / "rows.csv"], build_options({}))
+    columns = {"label": [0, 1] * 100, "at": [f"{i % 24:02}:30" for i in range(200)]}
+    meta, plan = prepare_rows(write_rows(tmp_path / "rows.csv", columns), tmp_path / "out")
     assert plan.columns[1].why == "times of the day, 24 values in 200 rows"
-    prepare_table(files, plan, tmp_path / "out", progress=False)
-    assert Meta.read(tmp_path / "out").categorical[0].cardinality == 25
+    assert meta.categorical[0].cardinality == 25
 
 
 def test_quantiles_of_many_rows_are_those_of_a_part(monkeypatch):
@@ -229,8 +220,7 @@ def test_buckets_hold_equally_many_rows(tmp_path):
     x[::10] = NAN
     columns = {"label": [0, 1] * 500, "x": x, "c": ["a"] * 1000}
     options = {"x": {"kind": "number", "transform": "quantile", "buckets": 10}}
-    split = {"train": 1, "val": 0, "test": 0}
-    table = prepare(tmp_path, columns, columns=options, split=split)["train"]
+    table = prepare(tmp_path, columns, columns=options, **ALL_TRAIN)["train"]
     counts = Counter(table["x"].to_pylist())
     assert sorted(counts.values()) == pytest.approx([90] * 10 + [100], abs=2)
     assert len(set(table["x"].to_numpy()[::10])) == 1  # missing ones
@@ -250,8 +240,7 @@ def test_rare_values_share_an_id(tmp_path, cap, min_count):
     values = ["a"] * 9 + ["b"] * 5 + ["c"] * 5 + ["d"] * 2 + ["e"]
     columns = {"label": [0, 1] * 11, "c": values}
     own = {"kind": "category", "min_count": min_count, "cap": cap}
-    split = {"train": 1, "val": 0, "test": 0}
-    table = prepare(tmp_path, columns, columns={"c": own}, split=split)["train"]
+    table = prepare(tmp_path, columns, columns={"c": own}, **ALL_TRAIN)["train"]
     kept = [v for v in "abcde" if values.count(v) >= min_count][: None if cap is None else cap - 1]
     (described,) = Meta.read(tmp_path / "out").categorical
     assert described.cardinality == len(kept) + 1
@@ -276,8 +265,7 @@ def test_hashed_values(tmp_path):
     values = [f"v{i % 97}" for i in range(500)] + [""] * 20
     columns = {"label": [0, 1] * 260, "c": values, "d": [[v] for v in values]}
     options = {"c": {"kind": "category", "hash": 10}, "d": {"kind": "list", "hash": 10}}
-    split = {"train": 1, "val": 0, "test": 0}
-    table = prepare(tmp_path, columns, columns=options, split=split)["train"]
+    table = prepare(tmp_path, columns, columns=options, **ALL_TRAIN)["train"]
     meta = Meta.read(tmp_path / "out")
     assert meta.cardinalities == (12, 11)  # buckets, a missing value, unseen values
     assert len(set(table["c"].to_pylist())) == 11
@@ -332,32 +320,13 @@ def test_a_positive_value_and_names_with_odd_letters(tmp_path, run):
     assert sorted(p.name for p in (tmp_path / "out" / "vocabulary").iterdir()) == [
         "%2E..parquet", "Größe (cm).parquet", "a%2Fb.parquet", "x.y.parquet",
     ]  # fmt: skip
-    run("train", "--data", tmp_path / "out", "--output", tmp_path / "runs", "--device", "cpu")
-
-
-def test_the_unit_of_a_price_does_not_matter(tmp_path, run):
-    """Clicks that follow a number alone, in euros, and in cents times ten."""
-    rng = np.random.default_rng(0)
-    x, item = rng.normal(size=6000), rng.integers(0, 5, 6000).astype(str)
-    label = (rng.random(6000) < 1 / (1 + np.exp(-2 * x))).astype(int)
-    aucs = {}
-    for name, scale in (("one", 1.0), ("thousand", 1000.0)):
-        prepare(tmp_path, {"label": label, "price": x * scale, "item": item}, name)
-        scaling = Transform.load(tmp_path / name).scalings["price"]
-        assert scaling.transform == ("none" if scale == 1 else "robust")
-        options = ("--output", tmp_path / "runs", "--name", name, "--device", "cpu")
-        run("train", "--data", tmp_path / name, *options, "--batch_size", 64)
-        result = json.loads((tmp_path / "runs" / name / "result.json").read_text())
-        text = json.dumps(result)
-        aucs[name] = float(text.partition('"test/auc": ')[2].partition(",")[0])
-    assert aucs["one"] > 0.8
-    assert aucs["thousand"] == pytest.approx(aucs["one"], abs=0.01)
+    given = "--output", tmp_path / "runs", "--device", "cpu", "--max_steps", 2
+    run("train", "--data", tmp_path / "out", *given)
 
 
 def test_the_table_that_is_printed(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("label,a\x1b[2J,b\n" + "1,2.5,x\n0,3.5,y\n" * 3)
-    plan = open_and_plan([path], build_options({}))[1]
+    columns = {"label": [1, 0] * 3, "a\x1b[2J": [2.5, 3.5] * 3, "b": ["x", "y"] * 3}
+    plan = plan_rows(write_rows(tmp_path / "rows.csv", columns))[1]
     header, *lines = [line.split("  ") for line in format_plan(plan).splitlines()]
     assert header[0].strip() == "column"
     assert [[cell.strip() for cell in line if cell.strip()] for line in lines] == [
@@ -369,24 +338,13 @@ def test_the_table_that_is_printed(tmp_path):
 
 def test_a_typing_error_among_gaps_does_not_make_numbers_a_category(tmp_path):
     """Gaps are no texts of their own, however many there are."""
-    path = tmp_path / "rows.csv"
     values = ["" if i % 3 == 0 else f"{i}.5" for i in range(300)]
     values[100] = "1O.5"
-    path.write_text("label,a,b\n" + "".join(f"{i % 2},{a},x\n" for i, a in enumerate(values)))
-    files, plan = open_and_plan([path], build_options({}))
-    assert [column.kind for column in plan.columns] == ["label", "number", "category"]
+    columns = {"label": [0, 1] * 150, "a": values, "b": ["x"] * 300}
+    path = write_rows(tmp_path / "rows.csv", columns)
+    assert [column.kind for column in plan_rows(path)[1].columns] == ["label", "number", "category"]
     with pytest.raises(ValueError, match=r"row 101, column 'a': '1O\.5' is not a number; correct"):
-        prepare_table(files, plan, tmp_path / "out", progress=False)
-
-
-def test_texts_that_never_repeat_are_told(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("label,key,b\n" + "".join(f"{i % 2},r{i},x{i % 9}\n" for i in range(300)))
-    plan = open_and_plan([path], build_options({}))[1]
-    assert [column.why for column in plan.columns[1:]] == [
-        "texts, 300 values in 300 rows, carries no information: drop it or pass it through",
-        "texts, 9 values in 300 rows",
-    ]
+        prepare_rows(path, tmp_path / "out")
 
 
 ENTRIES = ["[{}]", "[]", "[{}, {}]", "[{}, {}, {}]"]
@@ -403,14 +361,13 @@ ENTRIES = ["[{}]", "[]", "[{}, {}]", "[{}, {}, {}]"]
     ],
 )
 def test_lists_that_are_written_as_texts(tmp_path, texts, separator):
-    path = tmp_path / "rows.jsonl"
-    rows = [{"label": i % 2, "tags": texts[i % 4]} for i in range(200)]
+    tags = texts * 50
     if separator == ",":  # texts, of which most say more than numbers with a comma
-        rows += [{"label": i % 2, "tags": f"{i % 7},3,{i % 5},20"[: 2 * i % 9]} for i in range(200)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files, plan = open_and_plan([path], build_options({"split": {"train": 1, "val": 0, "test": 0}}))
+        tags += [f"{i % 7},3,{i % 5},20"[: 2 * i % 9] for i in range(200)]
+    columns = {"label": [0, 1] * (len(tags) // 2), "tags": tags}
+    path = write_rows(tmp_path / "rows.jsonl", columns)
+    _, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
     assert [(c.kind, c.options.separator) for c in plan.columns[1:]] == [("list", separator)]
-    prepare_table(files, plan, tmp_path / "out", progress=False)
     values = pq.read_table(tmp_path / "out" / "vocabulary" / "tags.parquet")["value"].to_pylist()
     ids = pq.read_table(tmp_path / "out" / "train.parquet")["tags"].to_pylist()
     found = [[values[i] for i in row] for row in ids[:4]]
@@ -422,10 +379,8 @@ def test_words_may_be_lists_and_titles_are_none(tmp_path):
     genres = (some * 3)[:200]
     titles = [f"the {i} of {7 * i % 113}" for i in range(200)]
     places = ["Paris, France", "Lyon, France", "Rome, Italy", "Bari, Italy"] * 50
-    path = tmp_path / "rows.parquet"
     columns = {"label": [0, 1] * 100, "genres": genres, "title": titles, "place": places}
-    pq.write_table(pa.table(columns), path)
-    plan = open_and_plan([path], build_options({}))[1]
+    plan = plan_rows(write_rows(tmp_path / "rows.parquet", columns))[1]
     why = {column.name: column.why for column in plan.columns}
     assert {feature.column.kind for feature in plan.categorical} == {"category"}
     assert why["genres"].endswith("lists: columns: {genres: {kind: list, separator: ' '}}")

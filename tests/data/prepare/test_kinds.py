@@ -1,6 +1,5 @@
 """What is found in columns as real tables have them."""
 
-import json
 import re
 
 import numpy as np
@@ -9,29 +8,26 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from dlrm.data.prepare.column_options import build_options, yaml_line
+from dlrm.data.prepare.column_options import yaml_line
 from dlrm.data.prepare.infer import ColumnsError, format_plan
 from dlrm.data.prepare.kinds import find_kind
-from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.table import options_as_yaml
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, write_rows
 
 
 def csv(path, **columns):
     """A CSV with a label; returns its path."""
     rows = len(next(iter(columns.values())))
-    columns = {"label": [0, 1] * (rows // 2), "city": ["a", "b", "c", "d"] * (rows // 4)} | columns
-    lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values()))]  # noqa: B905
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    own = {"label": [0, 1] * (rows // 2), "city": ["a", "b", "c", "d"] * (rows // 4)}
+    return write_rows(path, own | columns)
 
 
 def test_ids_of_64_bits_are_no_numbers(tmp_path):
     """pyarrow finds float64 in ids beyond 2^63, which would make all of them nearly the same."""
     ids = [10_000_000_000_000_000_000 + i for i in range(40)] * 5
     path = csv(tmp_path / "rows.csv", key=ids, price=[1e20 / 3] * 200)
-    files, plan = open_and_plan([path], build_options({"split": {"train": 1, "val": 0, "test": 0}}))
-    kinds = {column.name: column.kind for column in plan.columns}
-    assert kinds["key"] == "category"
-    prepare_table(files, plan, tmp_path / "out", progress=False)
+    _, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
+    assert plan.columns[2].kind == "category"
     values = pq.read_table(tmp_path / "out" / "vocabulary" / "key.parquet")["value"].to_pylist()
     assert set(values) == {None, *map(str, ids)}
 
@@ -117,25 +113,11 @@ def test_numbers_with_the_format_of_a_time(tmp_path, form):
     """The hours of Avazu's clicks, 14102123, were taken for seconds since 1970."""
     hours = [int(f"1410{21 + i // 24 % 7}{i % 24:02}") for i in range(200)]
     columns = {"label": [0, 1] * 100, "city": ["a", "b"] * 100, "hour": hours}
-    path = tmp_path / f"rows.{form}"
-    if form == "csv":
-        csv(path, **columns)
-    elif form == "parquet":
-        pq.write_table(pa.table(columns), path)
-    else:
-        rows = zip(*columns.values(), strict=True)
-        path.write_text(
-            "".join(json.dumps(dict(zip(columns, r, strict=True))) + "\n" for r in rows)
-        )
+    path = write_rows(tmp_path / f"rows.{form}", columns)
     own = {"hour": {"kind": "time", "format": "%y%m%d%H"}}
-    split = {
-        "by": "time",
-        "column": "hour",
-        "val_from": "2014-10-27",
-        "test_from": "2014-10-27 12:00",
-    }
-    files, plan = open_and_plan([path], build_options({"columns": own, "split": split}))
-    meta = prepare_table(files, plan, tmp_path / "out", progress=False)
+    split = {"by": "time", "column": "hour", "val_from": "2014-10-27"}
+    split |= {"test_from": "2014-10-27 12:00"}
+    meta, _ = prepare_rows(path, tmp_path / "out", {"columns": own, "split": split})
     assert [meta.splits[name].rows for name in ("train", "val", "test")] == [176, 12, 12]
     values = pq.read_table(tmp_path / "out" / "vocabulary" / "hour_hour.parquet")["value"]
     assert {f"{hour:02}" for hour in range(24)} <= set(values.to_pylist())
@@ -147,7 +129,7 @@ def test_a_format_without_hours_makes_none(tmp_path):
     days = [20240101 + i % 28 for i in range(200)]
     path = csv(tmp_path / "rows.csv", day=days)
     own = {"day": {"kind": "time", "format": "%Y%m%d"}}
-    _, plan = open_and_plan([path], build_options({"columns": own}))
+    _, plan = plan_rows(path, columns=own)
     assert "weekday age" in format_plan(plan)
     assert "hour" not in format_plan(plan)
 
@@ -162,7 +144,7 @@ def test_all_columns_that_can_not_be_features_are_named_at_once(tmp_path):
         r"{place: pass, vector: pass}"
     )
     with pytest.raises(ColumnsError, match=message) as error:
-        open_and_plan([tmp_path / "rows.parquet"], build_options({}))
+        plan_rows(tmp_path / "rows.parquet")
     assert re.search(summary, error.value.summary)
 
 
@@ -195,13 +177,11 @@ SECONDS = np.sort(1_600_000_000 + np.random.default_rng(0).integers(0, 10**6, 30
 def test_the_time_of_a_split_is_no_number_out_of_range(tmp_path, column, options, features, why):
     path = csv(tmp_path / "rows.csv", time=column, city=list("abc") * 100)
     content = {"split": {"by": "time", "column": "time"}, "columns": options}
-    files, plan = open_and_plan([path], build_options(content))
+    meta, plan = prepare_rows(path, tmp_path / "out", content)
     assert [f.name for f in plan.features if f.column.name == "time"] == features
     assert why in format_plan(plan)
-    meta = prepare_table(files, plan, tmp_path / "out", progress=False)
     assert [meta.splits[name].rows for name in ("train", "val", "test")] == [240, 30, 30]
-    again = build_options(yaml.safe_load(options_as_yaml(plan)))
-    same = open_and_plan([path], again)[1]
+    same = plan_rows(path, **yaml.safe_load(options_as_yaml(plan)))[1]
     assert [feature.name for feature in same.features] == [f.name for f in plan.features]
 
 
@@ -217,5 +197,5 @@ def test_many_columns_are_judged_by_many_rows(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrm.data.prepare.infer.SAMPLE_BYTES", 400_000)
     columns = {f"c{i}": [10 + i % 7 for i in range(200)] for i in range(2000)}
     path = csv(tmp_path / "rows.csv", label=[0, 1] * 100, **columns)
-    _, plan = open_and_plan([path], build_options({}))
+    _, plan = plan_rows(path)
     assert {column.kind for column in plan.columns} == {"label", "category"}

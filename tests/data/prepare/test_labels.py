@@ -7,35 +7,24 @@ import pytest
 from dlrm.data.prepare.codes import LabelRule, labels
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
-from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.utils.documents import read_yaml
+from tests.kit import ALL_TRAIN, prepare_rows, write_rows
 
 
 def write(path, values, form="csv"):
-    """A table with these labels; returns its path."""
-    columns = {"bought": values, "city": ["a", "b", "c"] * (len(values) // 3)}
-    path = path / f"rows.{form}"
-    if form == "parquet":
-        pq.write_table(pa.table(columns), path)
-    elif form == "csv":
-        rows = zip(*columns.values(), strict=True)
-        path.write_text("bought,city\n" + "".join(f"{label},{city}\n" for label, city in rows))
-    else:
-        rows = zip(*columns.values(), strict=True)
-        lines = (f'{{"bought": "{label}", "city": "{city}"}}\n' for label, city in rows)
-        path.write_text("".join(lines))
-    return path
+    """Rows with these labels; returns their file."""
+    city = ["a", "b", "c"] * (len(values) // 3)
+    return write_rows(path / f"rows.{form}", {"bought": values, "city": city})
 
 
-def prepare(path, tmp_path, *, block_bytes=1 << 14, skip_bad=False, **options):
+def prepare(path, tmp_path, *, block_bytes=1 << 14, bad_rows="stop", **options):
     """The labels of the training rows, all rows being such, and what became of the plan."""
-    options = {"label": "bought", "split": {"train": 1, "val": 0, "test": 0}} | options
-    files, plan = open_and_plan([path], build_options(options), skip_bad=skip_bad)
-    out = tmp_path / "out"
-    given = {"progress": False, "overwrite": True, "bad_rows": "skip-all" if skip_bad else "stop"}
-    prepare_table(files, plan, out, block_bytes=block_bytes, **given)
-    return pq.read_table(out / "train.parquet")["bought"].to_pylist(), plan
+    given = {"overwrite": True, "bad_rows": bad_rows, "block_bytes": block_bytes}
+    options = {"label": "bought"} | ALL_TRAIN | options
+    _, plan = prepare_rows(path, tmp_path / "out", options, **given)
+    return pq.read_table(tmp_path / "out" / "train.parquet")["bought"].to_pylist(), plan
 
 
 @pytest.mark.parametrize(
@@ -90,7 +79,7 @@ def test_a_third_value_later_on_names_its_row_or_is_skipped(tmp_path, monkeypatc
     )
     with pytest.raises(ValueError, match=message):
         prepare(path, tmp_path, positive="yes", block_bytes=200)
-    found, _ = prepare(path, tmp_path, positive="yes", skip_bad=True)
+    found, _ = prepare(path, tmp_path, positive="yes", bad_rows="skip-all")
     assert found == [1, 0, 0] * 100 + [1, 0]
 
 

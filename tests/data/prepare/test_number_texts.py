@@ -1,7 +1,5 @@
 """Numbers with a decimal comma, and with marks between thousands."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -10,11 +8,12 @@ import yaml
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.kinds import find_kind
-from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.values import BadValue, numbers
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, write_rows
 
-EVERYTHING = {"split": {"train": 1, "val": 0, "test": 0}, "transform": "none"}
+EVERYTHING = ALL_TRAIN | {"transform": "none"}
 
 
 @pytest.mark.parametrize(
@@ -80,14 +79,13 @@ def test_a_comma_that_may_be_either_is_asked_for():
 
 def table(path, prices, separator=";"):
     """A CSV with a label, a category and prices."""
-    rows = [f"{i % 2}{separator}{'abc'[i % 3]}{separator}{p}" for i, p in enumerate(prices)]
-    path.write_text("\n".join([separator.join(["label", "city", "price"]), *rows]) + "\n")
-    return path
+    rows = len(prices)
+    columns = {"label": [i % 2 for i in range(rows)], "city": ["abc"[i % 3] for i in range(rows)]}
+    return write_rows(path, columns | {"price": prices}, separator)
 
 
 def prepared(tmp_path, path, options=None):
-    files, plan = open_and_plan([path], build_options({**EVERYTHING, **(options or {})}))
-    prepare_table(files, plan, tmp_path / "out", progress=False)
+    _, plan = prepare_rows(path, tmp_path / "out", {**EVERYTHING, **(options or {})})
     return plan, pq.read_table(tmp_path / "out" / "train.parquet")["price"].to_pylist()
 
 
@@ -97,9 +95,8 @@ def test_a_european_csv_is_prepared_and_scored(tmp_path):
     assert values == pytest.approx([i / 10 for i in range(30)])
     assert "numbers such as '0,0': decimal ','" in format_plan(plan)
     # The same by the YAML of --dry-run, and of rows to be scored, one of which says more.
-    again = open_and_plan([path], build_options(json.loads(json.dumps({
-        "columns": {"price": {"kind": "number", "decimal": ","}}, **EVERYTHING
-    }))))[1]  # fmt: skip
+    given = {"columns": {"price": {"kind": "number", "decimal": ","}}, **EVERYTHING}
+    again = plan_rows(path, **given)[1]
     assert options_as_yaml(again) == options_as_yaml(plan)
     transform = Transform.load(tmp_path / "out")
     later = table(tmp_path / "later.csv", ["100,5", "7"])
@@ -144,8 +141,7 @@ def test_one_other_text_among_numbers_is_named(tmp_path):
 def test_a_split_by_numbers_with_a_comma(tmp_path):
     path = table(tmp_path / "rows.csv", [f"{i},5" for i in range(20)])
     split = {"by": "time", "column": "price", "val_from": "9,6", "test_from": "15,5"}
-    files, plan = open_and_plan([path], build_options({"split": split}))
-    meta = prepare_table(files, plan, tmp_path / "out", progress=False)
+    meta, _ = prepare_rows(path, tmp_path / "out", {"split": split})
     assert [part.rows for part in meta.splits.values()] == [10, 5, 5]
 
 
@@ -184,14 +180,9 @@ def test_the_error_of_a_plain_number_tells_the_remedy(text, remedy):
     ],
 )
 def test_numbers_with_a_symbol(tmp_path, texts, wanted, told):
-    rows = [f'{i % 2},{"abc"[i % 3]},"{texts[i % 3]}"' for i in range(300)]
-    path = tmp_path / "rows.csv"
-    path.write_text("\n".join(["label,city,price", *rows]) + "\n")
-    everything = {"split": {"train": 1, "val": 0, "test": 0}, "transform": "none"}
-    files, plan = open_and_plan([path], build_options(everything))
+    path = table(tmp_path / "rows.csv", texts * 100, ",")
+    plan, found = prepared(tmp_path, path)
     assert told in format_plan(plan)
-    prepare_table(files, plan, tmp_path / "out", progress=False)
-    found = pq.read_table(tmp_path / "out" / "train.parquet")["price"].to_pylist()
     assert found[:3] == wanted
     again = build_options(yaml.safe_load(options_as_yaml(plan)))
     assert again.columns["price"].marks == plan.columns[2].options.marks

@@ -11,9 +11,10 @@ import pytest
 
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.rates import FEW, Rates, prior_rows, rate_names
-from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
+from dlrm.data.prepare.table import open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import Meta
+from tests.kit import plan_rows
 
 NAMES = [name for column in ("city", "user") for name in rate_names(column)]
 
@@ -31,9 +32,7 @@ def prepare(table, out, ids_of=None, split=("0.8", "0.1", "0.1"), grow=False, **
     split = dict(zip(("train", "val", "test"), split, strict=True))
     if ids_of is None:
         columns = {"user": {"kind": "category", "min_count": 3}, "tags": "list"}
-        files, plan = open_and_plan(
-            [path], build_options({"columns": columns, "split": split} | options)
-        )
+        files, plan = plan_rows(path, columns=columns, split=split, **options)
     else:
         files, plan, _ = open_later_rows([path], ids_of, build_options({"split": split}).split)
     prepare_table(files, plan, out, ids_of=ids_of, grow=grow, progress=False, block_bytes=3000)

@@ -1,16 +1,14 @@
 """Raw rows, with and without a label, become what the preparation made of them."""
 
 import gzip
-import random
 import shutil
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.criteo import Options, prepare
 from dlrm.data.prepare.transform import Transform, transform_files
-from dlrm.data.schema import SPLITS
+from tests.kit import criteo_rows, read_splits, write_criteo
 
 BLOCK = 20_000
 
@@ -18,14 +16,9 @@ BLOCK = 20_000
 @pytest.fixture(scope="module")
 def criteo(tmp_path_factory):
     """A directory with raw rows and the same rows prepared, and the lines."""
-    directory, rng = tmp_path_factory.mktemp("criteo"), random.Random(0)
-    lines = []
-    for _ in range(500):
-        fields = [str(int(rng.random() < 0.3))]
-        fields += ["" if rng.random() < 0.2 else str(rng.randrange(-2, 999)) for _ in range(13)]
-        fields += ["" if rng.random() < 0.2 else f"{rng.randrange(99):x}" for _ in range(26)]
-        lines.append("\t".join(fields) + "\n")
-    (directory / "raw").write_text("".join(lines))
+    directory, rows = tmp_path_factory.mktemp("criteo"), criteo_rows(500)
+    write_criteo(directory / "raw", rows)
+    lines = ["\t".join(row) + "\n" for row in rows]
     options = Options(split=("0.8", "0.1", "0.1"), min_count=2, cap=50, dense_transform="log3")
     prepare([directory / "raw"], directory / "out", options, progress=False)
     return directory, lines
@@ -37,7 +30,7 @@ def test_rows_of_criteo_with_and_without_labels(criteo, tmp_path):
         (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(directory / "out" / file, tmp_path / "run" / file)
     transform = Transform.load(tmp_path / "run")
-    prepared = pa.concat_tables(pq.read_table(directory / "out" / f"{s}.parquet") for s in SPLITS)
+    prepared = pa.concat_tables(read_splits(directory / "out").values())
     found = [rows for rows, *_ in transform.read([directory / "raw"], block_bytes=BLOCK)]
     assert len(found) > 2
     assert pa.Table.from_batches(found).equals(prepared)

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import hashlib
 import json
 import math
 import random
@@ -14,13 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data import criteo
-from dlrm.data.frequencies import read_frequencies
-from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare import learner
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
+from dlrm.data.prepare.table import open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
+from tests.kit import contents, criteo_rows, prepare_rows, read_splits, write_criteo, write_rows
 
 BLOCK = 4_000  # bytes, some 60 rows
 SHARES = {"train": "0.7", "val": "0.1", "test": "0.2"}
@@ -61,22 +59,8 @@ OPTIONS = {
 }
 
 
-def prepare(inputs, output, options=None, **kwargs):
-    inputs = inputs if isinstance(inputs, list) else [inputs]
-    files, plan = open_and_plan(inputs, build_options(OPTIONS if options is None else options))
-    return prepare_table(files, plan, output, progress=False, **kwargs)
-
-
-def read(output):
-    return {split: pq.read_table(output / f"{split}.parquet") for split in SPLITS}
-
-
-def contents(directory):
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
+def prepare(inputs, output, options=None, **given):
+    return prepare_rows(inputs, output, OPTIONS if options is None else options, **given)[0]
 
 
 def expected_ids(values, training):
@@ -97,7 +81,7 @@ def prepared(tmp_path_factory):
 
 def test_every_value(prepared):
     directory, rows, meta = prepared
-    table = pa.concat_tables(read(directory / "out").values())
+    table = pa.concat_tables(read_splits(directory / "out").values())
     assert [meta.splits[split].rows for split in SPLITS] == [280, 40, 80]
     assert meta.dense[:3] == ("price", "when_age", "epoch_age")
     assert meta.dense[3:5] == ("rate(user_id)", "rate(city)")
@@ -129,25 +113,14 @@ def test_every_value(prepared):
     assert table["tags"].to_pylist() == [[ids[tag] for tag in bag] for bag in bags]
 
 
-def test_the_result_trains_as_criteo_does(prepared):
-    directory, rows, meta = prepared
-    batches = list(BatchLoader(directory / "out", "train", batch_size=64, shuffle=True))
-    assert sum(batch.size for batch in batches) == 280
-    city = next(column for column in meta.categorical if column.name == "city")
-    counts = read_frequencies(directory / "out", meta)[meta.tables.index("city")]
-    training = Counter(row["city"] for row in rows[:280])
-    assert counts.tolist() == [*sorted(training.values(), reverse=True), 0]
-    assert city.oov_id == len(training)
-
-
 def test_blocks_and_chunks_change_nothing(prepared, tmp_path, monkeypatch):
     directory, _, _ = prepared
     prepare(directory / "rows.csv", tmp_path / "one")
     monkeypatch.setattr(learner, "CHUNK_BYTES", 200)
     prepare(directory / "rows.csv", tmp_path / "chunks", block_bytes=BLOCK)
-    for split, table in read(directory / "out").items():
+    for split, table in read_splits(directory / "out").items():
         for other in ("one", "chunks"):
-            assert read(tmp_path / other)[split].equals(table)
+            assert read_splits(tmp_path / other)[split].equals(table)
 
 
 def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
@@ -155,7 +128,7 @@ def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
     transform = Transform.load(directory / "out")
     found = list(transform.read([directory / "rows.csv"], keep=["key"], block_bytes=BLOCK))
     assert len(found) > 4
-    table = pa.concat_tables(read(directory / "out").values())
+    table = pa.concat_tables(read_splits(directory / "out").values())
     scored = pa.Table.from_batches([prepared for prepared, *_ in found])
     for name in table.schema.names:  # training rows count for later ones alone
         first = 280 if name.startswith(("count(", "rate(")) else 0
@@ -219,8 +192,8 @@ def test_every_format_gives_the_same(prepared, tmp_path, form):
     if form != "globs":
         (where / "_left.csv").write_text("alone")
     prepare(inputs if form == "globs" else [where], tmp_path / "out", block_bytes=BLOCK)
-    for split, table in read(directory / "out").items():
-        found = read(tmp_path / "out")[split]
+    for split, table in read_splits(directory / "out").items():
+        found = read_splits(tmp_path / "out")[split]
         assert found.schema.names == table.schema.names
         assert found.to_pylist() == table.to_pylist()
 
@@ -289,19 +262,7 @@ def test_later_rows_that_do_not_fit_are_refused(prepared, tmp_path):
 
 
 def test_rows_of_criteo_get_the_ids_of_prepare_criteo(tmp_path):
-    rng = random.Random(0)
-    lines = []
-    for _ in range(600):
-        numbers = [
-            "" if rng.random() < 0.2 else str(int(rng.paretovariate(0.5)) - 4) for _ in "i" * 13
-        ]
-        values = [
-            "" if rng.random() < 0.1 else f"{int(rng.paretovariate(0.7)) * 0x9E3779B1 % 2**32:08x}"
-            for _ in range(26)
-        ]
-        lines.append("\t".join([str(int(rng.random() < 0.3)), *numbers, *values]) + "\n")
-    raw = tmp_path / "train.txt"
-    raw.write_text("".join(lines))
+    raw = write_criteo(tmp_path / "train.txt", criteo_rows(600))
     shares = "0.6", "0.1", "0.3"
     options = criteo.Options(split=shares, min_count=2)
     one = criteo.prepare([raw], tmp_path / "one", options, progress=False)
@@ -322,8 +283,8 @@ def test_rows_of_criteo_get_the_ids_of_prepare_criteo(tmp_path):
     assert one.categorical == other.categorical
     assert one.dense == other.dense
     assert one.splits == other.splits
-    for split, table in read(tmp_path / "one").items():
-        assert read(tmp_path / "other")[split].equals(table)
+    for split, table in read_splits(tmp_path / "one").items():
+        assert read_splits(tmp_path / "other")[split].equals(table)
     for name in one.tables:
         ours, theirs = (
             pq.read_table(tmp_path / d / one.vocabulary_file(name)) for d in ("one", "other")
@@ -355,8 +316,8 @@ def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
     told = run("prepare_table", rows, "--output", tmp_path / "out", "--config", config).stdout
     assert "log               2 numbers: when_age, epoch_age\n" in told
     assert "robust            1 numbers: price\n" in told
-    for split, table in read(directory / "out").items():
-        assert read(tmp_path / "out")[split].equals(table)
+    for split, table in read_splits(directory / "out").items():
+        assert read_splits(tmp_path / "out")[split].equals(table)
     shown = run(
         "prepare_table", directory / "rows.csv", "--output", tmp_path / "no", "--label", "clicked",
         "--dry-run",
@@ -424,11 +385,9 @@ def test_a_vocabulary_that_a_column_cannot_have(tmp_path, seen, message):
 
 
 def test_a_split_of_unseen_ids_alone_is_noted(tmp_path, capfd):
-    path = tmp_path / "rows.parquet"
     columns = {"label": [0, 1] * 100, "day": [f"d{i // 10}" for i in range(200)]}
-    pq.write_table(pa.table(columns | {"city": ["a", "b"] * 100}), path)
-    files, plan = open_and_plan([path], build_options({}))
-    prepare_table(files, plan, tmp_path / "out", progress=False)
+    path = write_rows(tmp_path / "rows.parquet", columns | {"city": ["a", "b"] * 100})
+    prepare_rows(path, tmp_path / "out")
     noted = capfd.readouterr().err
     for split in ("val", "test"):
         assert f"no row of the {split} split has a value of the training rows in day:" in noted

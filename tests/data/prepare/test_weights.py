@@ -1,14 +1,12 @@
 """Sample weights: from a column of a table to the loss and the metrics."""
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.loader import BatchLoader
-from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.prepare.transform import Transform
+from tests.kit import prepare_rows, write_rows
 
 
 def write_table(path, rows=3000, lists=False):
@@ -22,17 +20,14 @@ def write_table(path, rows=3000, lists=False):
         "item": item.astype(str),
         "size": rng.normal(size=rows),
     }
-    table = pa.table(columns)
-    if lists:
-        table = table.append_column("tags", pa.array([["a", "b"][: i % 3] for i in range(rows)]))
-    pq.write_table(table, path)
+    tags = {"tags": [["a", "b"][: i % 3] for i in range(rows)]} if lists else {}
+    write_rows(path, columns | tags)
     return columns
 
 
 def prepare(path, output, **options):
     content = {"weight": "weight", "columns": {"row": {"kind": "number", "transform": "none"}}}
-    files, plan = open_and_plan([path], build_options(content | options))
-    return prepare_table(files, plan, output, progress=False)
+    return prepare_rows(path, output, content | options)[0]
 
 
 @pytest.mark.parametrize("lists", [False, True])
@@ -73,10 +68,9 @@ def test_training_and_metrics_follow_the_weights(tmp_path, run):
 def test_weights_that_shift_probabilities_are_noted_and_accounted_for(tmp_path, run, capsys):
     """Weights of 16 for positives gave a mean probability of 0.129 where 0.009 was true."""
     labels = np.arange(4000) % 50 == 0
-    path = tmp_path / "rows.parquet"
     city = np.array(list("abcd"))[np.random.default_rng(0).integers(0, 4, 4000)]
     columns = {"label": labels, "city": city, "weight": np.where(labels, 16.0, 1.0)}
-    pq.write_table(pa.table(columns), path)
+    path = write_rows(tmp_path / "rows.parquet", columns)
     meta = prepare(path, tmp_path / "out", columns={})
     assert meta.weight_ratio == pytest.approx(16)
     noted = "note: the weight of positives is 16 times that of negatives"
