@@ -12,7 +12,7 @@ from dlrm.data import synthetic
 from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Categorical, Meta
-from dlrm.data.synthetic.multi_hot import convert, draw_bags
+from dlrm.data.synthetic.multi_hot import draw_bags
 
 SIZES = [1 + f % 4 for f in range(26)]
 
@@ -117,7 +117,7 @@ def test_prepared_rows_get_bags(tmp_path, script):
     assert not field.nullable
 
 
-def test_nulls_become_the_id_of_unknown_values(tmp_path):
+def test_nulls_become_the_id_of_unknown_values(tmp_path, script):
     directory = tmp_path / "own"
     directory.mkdir()
     table = pa.table({"label": [0, 1, 0], "C": pa.array([1, None, 2], pa.int64())})
@@ -126,7 +126,7 @@ def test_nulls_become_the_id_of_unknown_values(tmp_path):
     column = {"name": "C", "cardinality": 9, "oov_id": 8}
     content = {"schema_version": 1, "dense": [], "categorical": [column], "splits": split}
     (directory / "meta.json").write_text(json.dumps(content))
-    convert(directory, tmp_path / "bags", [4])
+    script("make_multi_hot").convert(directory, tmp_path / "bags", [4])
     assert read(tmp_path / "bags")[1][0][:, 0].tolist() == [1, 8, 2]
 
 
@@ -146,11 +146,11 @@ def test_mistakes_are_named(tmp_path, capsys, script, options, message):
     assert not (tmp_path / "o").exists()
 
 
-def test_columns_that_have_bags_and_text_are_refused(tmp_path):
+def test_columns_that_have_bags_and_text_are_refused(tmp_path, script):
     tables = [Categorical(name="C1", cardinality=5)]
     synthetic.write(tmp_path / "flat", rows=100, cardinalities=[5], bag_sizes=[2], device="cpu")
     with pytest.raises(ValueError, match="column 'C1' is multi-hot; bags are drawn for one-hot"):
-        convert(tmp_path / "flat", tmp_path / "o", [2])
+        script("make_multi_hot").convert(tmp_path / "flat", tmp_path / "o", [2])
     with pytest.raises(ValueError, match="a Criteo TSV file has one id in a column"):
         synthetic.write(tmp_path / "o", rows=100, bag_sizes=[2] * 26, format="tsv", device="cpu")
     assert tables[0].bag_size is None
