@@ -25,7 +25,7 @@ COMMANDS = {
     "apply": "apply a delta of an export, which gives the newer export",
     "serve": "serve an exported model over HTTP",
 }
-WITHOUT_PANDAS = ("prepare", "prepare_table", "predict")
+WITHOUT_PANDAS = ("prepare", "prepare_table", "train", "evaluate", "predict")
 
 
 def main() -> int:
@@ -57,14 +57,12 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    began = 0.0
-    if argv is None:
-        began = startup.begin()  # before the imports, which take seconds
-        if name in WITHOUT_PANDAS:
-            startup.without_pandas()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    began = startup.begin() if argv is None else 0.0  # before the imports, which take seconds
     if name == "train" and print_help(arguments):
         return 0
+    if argv is None and name in WITHOUT_PANDAS:
+        startup.without_pandas()
 
     command = import_module(f"dlrm.commands.{name}")
     more = {"began": began} if name == "train" else {}

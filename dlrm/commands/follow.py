@@ -7,13 +7,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-from dlrm.commands.apply import apply_delta
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
 from dlrm.data.days import day_names, next_day
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
-from dlrm.export.days import export_day, in_own_process
 from dlrm.training import tracking
 from dlrm.training.loaders import DayLoader
 from dlrm.utils.messages import print_error
@@ -94,6 +92,8 @@ class FollowingRun(Run):
 
     def _export(self, directory: Path) -> None:
         """Export the state after a day as soon as it is saved, while training continues."""
+        from dlrm.export.days import in_own_process  # brings PyTorch's compiler: a second
+
         run, day = self.checkpoints.run, self.train_data.path.name
         given = self.directory, run, self.steps, directory, day
         self.checkpoints.writer.then(partial(in_own_process, export_latest, *given))
@@ -144,6 +144,9 @@ class FollowingRun(Run):
 
 def export_latest(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:
     """Export the latest checkpoint of a run, as :func:`~dlrm.export.days.export_day`."""
+    from dlrm.commands.apply import apply_delta
+    from dlrm.export.days import export_day
+
     export_day(run, run_id, step, directory, day, apply_delta())
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import deepcopy
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from dlrm.kernels.dynamic.new_rows import row_states
 from dlrm.kernels.lookup.paged import ReplicaParameter
@@ -21,8 +22,12 @@ from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.rules import OPTIONS, Rule, make_rule
 from dlrm.kernels.update.sparse import update_rows
 
+# Without PyTorch's decorator, which imports its compiler at the first call: a second.
+_add_param_group = unwrap(Optimizer.add_param_group)
+_state_dict = unwrap(Optimizer.state_dict)
 
-class RowOptimizer(torch.optim.Optimizer):
+
+class RowOptimizer(Optimizer):
     """The rules of ``torch.optim`` for parameters with dense or sparse gradients.
 
     A sparse gradient (COO, one entry per look-up, as of the embeddings) updates only the rows that
@@ -56,6 +61,8 @@ class RowOptimizer(torch.optim.Optimizer):
     Loshchilov and Hutter, ICLR 2019 (AdamW); Zeiler, arXiv 1212.5701 (Adadelta).
     """
 
+    zero_grad = unwrap(Optimizer.zero_grad)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -75,7 +82,7 @@ class RowOptimizer(torch.optim.Optimizer):
         make_rule(rule)
         for name, value in {**OPTIONS[rule], **self._given}.items():
             param_group.setdefault(name, value)  # the rule may differ from that of the others
-        super().add_param_group(param_group)
+        _add_param_group(self, param_group)
         group = self.param_groups[-1]
         lr = float(group["lr"])
         if not 0 <= lr < float("inf"):
@@ -244,7 +251,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """As in the base class, after writing cached rows back to host memory."""
         for _, cached in _caches(self):
             cached.release()
-        return super().state_dict()
+        return _state_dict(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: the base class returns only its own attributes."""

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -370,3 +372,13 @@ def test_hashed_ids_need_no_vocabulary(run, train, result, tmp_path):
         status=2,
     )  # fmt: skip
     assert "ids are hashes, so there is no vocabulary with cap" in refused.stderr
+
+
+def test_a_run_on_a_cpu_imports_no_compiler(command, tmp_path):
+    """Nor pandas: that takes 1.5 s and 80 MB. The optimizers and the reader would bring them."""
+    code = "import sys; from dlrm.commands import run; assert run('train') == 0; "
+    code += "assert not {'torch._dynamo', 'pandas'} & sys.modules.keys()"
+    given = map(str, command("run", "--max_steps", "2"))
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "result.json").exists()
