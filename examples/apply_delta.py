@@ -1,6 +1,6 @@
 """Apply a delta of an export: ``python examples/apply_delta.py EXPORT DELTA OUTPUT``.
 
-EXPORT is the export that the delta was made from (``scripts/export.py --delta-from``). OUTPUT is a
+EXPORT is the export that the delta was made from (``dlrm export --delta-from``). OUTPUT is a
 new directory, the same as a full export of the newer model. Another export and damaged files are
 refused. The program needs PyTorch and safetensors only.
 """
@@ -40,6 +40,9 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
     """
     if output.exists():
         raise ValueError(f"{output} exists: name another directory, or remove it")
+    if not (delta / DELTA).is_file():
+        made = f"dlrm export RUN {delta} --delta-from {base}"
+        raise ValueError(f"{delta} is no delta: make one with {made}")
     described = read_object(delta / DELTA)
     if (described.get("format"), described.get("version")) != ("dlrm export delta", 1):
         raise ValueError(f"{delta / DELTA} is not a delta that this program can read")

@@ -301,7 +301,7 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
 
     # The model and the address.
-    add("export", type=Path, help="directory that scripts/export.py made")
+    add("export", type=Path, help="directory that dlrm export made")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
 

@@ -40,7 +40,7 @@ class Scorer:
     Nothing of it remains in the files once it is loaded: they may then be changed or removed.
 
     Args:
-        export: directory that scripts/export.py made.
+        export: directory that dlrm export made.
         threads: threads of PyTorch for a batch.
 
     Raises:

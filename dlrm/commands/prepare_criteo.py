@@ -127,7 +127,7 @@ def _parser() -> Parser:
         choices=("vocabulary", "hash"),
         default=default.ids,
         help="vocabulary: contiguous ids of the values. hash: the hexadecimal values themselves, "
-        "for train.py --emb dynamic, without a pass over the rows to number them. Default: "
+        "for dlrm train --emb dynamic, without a pass over the rows to number them. Default: "
         "vocabulary",
     )
     add(

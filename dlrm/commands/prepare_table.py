@@ -229,7 +229,7 @@ def _parser() -> Parser:
         "--ids",
         choices=("vocabulary", "hash"),
         help="vocabulary: contiguous ids of the values of the training rows. hash: 64-bit hashes "
-        "of the values, for train.py --emb dynamic; later rows need no --ids-of "
+        "of the values, for dlrm train --emb dynamic; later rows need no --ids-of "
         "(default: vocabulary)",
     )
 
@@ -277,8 +277,8 @@ def add_shared(parser: Parser) -> None:
         "--append-new",
         action="store_true",
         help="with --ids-of: values of the training rows that DIR does not list get ids after its "
-        "own, so that a model trained on it can be trained on (train.py --init_from) with rows for "
-        "them (default: no)",
+        "own, so that a model trained on it can be trained on (dlrm train --init_from) with rows "
+        "for them (default: no)",
     )
     add(
         "--forget",

@@ -291,14 +291,13 @@ class Meta(Closed):
         path = Path(directory) / META_FILE
         if Path(directory).is_file():
             raise ValueError(
-                f"{directory} is a file: prepare it with scripts/prepare_table.py, or "
-                "scripts/prepare_criteo.py, and name the directory that it writes"
+                f"{directory} is a file: prepare it with dlrm prepare, and name the directory that "
+                "it writes"
             )
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist: if it was moved, name its new place; otherwise make the "
-                "data with scripts/prepare_criteo.py or scripts/prepare_table.py, or run "
-                "scripts/describe_parquet.py on Parquet with ids"
+                "data with dlrm prepare, or run scripts/describe_parquet.py on Parquet with ids"
             )
 
         try:

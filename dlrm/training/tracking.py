@@ -221,7 +221,7 @@ def read_result(directory: Path) -> dict[str, Any]:
         result = read_json(path)
         validate(_Result, result)
     except ValueError as error:
-        raise ValueError(f"{path} is not a result of train.py: {error}; remove it") from None
+        raise ValueError(f"{path} is not a result of dlrm train: {error}; remove it") from None
     return dict(result)
 
 

@@ -637,9 +637,9 @@ def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
 def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
     (tmp_path / "result.json").write_text(content)
     assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
-    assert f"{tmp_path / 'result.json'} is not a result of train.py" in capsys.readouterr().err
+    assert f"{tmp_path / 'result.json'} is not a result of dlrm train" in capsys.readouterr().err
     runner = script("runner").Runner(tmp_path.parent, 1, [])
-    with pytest.raises(ValueError, match=r"is not a result of train.py: .*; remove it"):
+    with pytest.raises(ValueError, match=r"is not a result of dlrm train: .*; remove it"):
         runner.train([(tmp_path.name, [])], "data")
 
 

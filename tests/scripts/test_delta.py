@@ -220,7 +220,7 @@ def test_another_export_and_damaged_files_are_refused(
         assert error.count("\n") == 1
         assert not (tmp_path / "applied").exists()
     assert not (tmp_path / "outside").exists()
-    refused("No such file", delta=tmp_path / "nowhere")
+    refused("nowhere is no delta: make one with dlrm export RUN", delta=tmp_path / "nowhere")
     (tmp_path / "applied").mkdir()
     assert "exists: name another" in applied(base, delta, tmp_path / "applied").stderr
 

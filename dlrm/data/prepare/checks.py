@@ -142,7 +142,7 @@ def note_weights(counts: ClassCounts) -> None:
     print_error(
         f"note: the weight of positives is {ratio:.4g} times that of negatives, on average, so a "
         f"model's probabilities have a mean of {weighted:.4g}, where {share:.4g} of the training "
-        "rows are positive; train.py --true_odds true makes them those of the rows"
+        "rows are positive; dlrm train --true_odds true makes them those of the rows"
     )
 
 

@@ -65,7 +65,8 @@ def open_later_rows(
     """
     if not (ids_of / TRANSFORM_FILE).is_file():
         raise FileNotFoundError(
-            f"{ids_of / TRANSFORM_FILE} does not exist: {ids_of} was not made by {MADE_BY}"
+            f"{ids_of / TRANSFORM_FILE} does not exist: {ids_of} was not made by dlrm prepare "
+            "without --criteo"
         )
     earlier = Transform.load(ids_of, vocabularies=False).plan
     files = open_files(find_files(inputs), earlier.options)

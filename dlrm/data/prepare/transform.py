@@ -334,9 +334,8 @@ class Transform:
         meta = Meta.read(directory)
         if "dense_transform" not in meta.options or meta.tables != CRITEO_CATEGORICAL:
             raise ValueError(
-                f"{Path(directory) / META_FILE} was not made from raw rows by "
-                "scripts/prepare_table.py or scripts/prepare_criteo.py: only prepared rows can be "
-                "scored"
+                f"{Path(directory) / META_FILE} was not made from raw rows by dlrm prepare: only "
+                "prepared rows can be scored"
             )
         return cls.of_criteo(criteo_plan(meta.options))
 

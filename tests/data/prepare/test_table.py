@@ -257,7 +257,7 @@ def test_later_rows_that_do_not_fit_are_refused(prepared, tmp_path):
     prepare_later(path, tmp_path / "out", ids_of)
     with pytest.raises(ValueError, match=r"was prepared before, with other options and .*ids_of"):
         prepare(path, tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match=r"was not made by scripts/prepare_table\.py"):
+    with pytest.raises(FileNotFoundError, match=r"was not made by dlrm prepare"):
         prepare_later(path, tmp_path / "new", tmp_path)
 
 
