@@ -97,7 +97,7 @@ class _Column:
         """
         values = residuals if self.rows is None else residuals[self.rows]
         sums: Floats = np.bincount(self.ids, values, len(self.seen)).astype(float)
-        squares = np.bincount(self.ids, values * values, len(self.seen))
+        squares = np.bincount(self.ids, values * values, len(self.seen)).astype(float)
 
         def by_range(per_id: Floats) -> Floats:
             return np.bincount(self.ranges, per_id, RANGES).astype(float)
@@ -109,7 +109,8 @@ class _Column:
 
         # Over pairs of different rows.
         pairs, products = self.seen * (self.seen - 1), sums**2 - squares
-        effects = _smooth(by_range(products) / (values.var() or 1), by_range(pairs))
+        variance = (len(values) and values.var()) or 1  # lists may all be empty
+        effects = _smooth(by_range(products) / variance, by_range(pairs))
         return effects, means, sums
 
     def explains(self, residuals: Floats) -> bool:

@@ -16,7 +16,7 @@ from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .hex_keys import hex_keys, modulo
 from .text_hashes import hash_values, plain_bools
-from .values import as_texts, decoded, is_text
+from .values import as_texts, decoded, encoded, is_text
 
 
 def categories(
@@ -34,11 +34,7 @@ def categories(
     Raises:
         BadValue: bytes are not UTF-8, or the type is none of these.
     """
-    if pa.types.is_nested(array.type):
-        problem = f"it holds {array.type}, not single values"
-        raise BadValue(name, [], f"{problem}; give one a row, or make it another kind")
-    if not pa.types.is_dictionary(array.type):
-        array = array.dictionary_encode()
+    array = encoded(array, name)
     indices, values = array.indices, as_texts(array.dictionary, name)
     values = pc.if_else(pc.is_in(values, pa.array(missing, values.type)), "", values)
     indices, values = _without_nulls(indices, plain_bools(values))
@@ -68,8 +64,7 @@ def hex_categories(array: pa.Array, name: str, cap: int | None) -> pa.Dictionary
     Raises:
         BadValue: a value is not hexadecimal.
     """
-    if not pa.types.is_dictionary(array.type):
-        array = array.dictionary_encode()
+    array = encoded(array, name)
     indices, values = array.indices, array.dictionary
     if not is_text(values.type) and values.type not in (pa.null(), pa.binary()):
         problem = f"it holds {values.type}, not texts of hex digits; read it as text"

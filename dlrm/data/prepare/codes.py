@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from .bad_rows import BadValue, shown
 from .column_options import ALL_OTHERS, TableOptions
-from .values import as_texts, decoded, numbers
+from .values import as_texts, decoded, encoded, numbers
 
 LABELS = {
     "0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1, "FALSE": 0, "TRUE": 1
@@ -43,12 +43,17 @@ class LabelRule:
 
     def __str__(self) -> str:
         if self.operator is not None:
-            return f"1 if {self.operator} {self.value}"
+            return f"1 if {self.operator} {self.value}" + "''" * (not self.value)
         if self.positive is None:
             return "0 or 1"
         others = self.negative is None or ALL_OTHERS in self.negative
         zero = "all others" if others else " ".join(self.negative or ())
         return f"1: {' '.join(self.positive)}, 0: {zero}"
+
+    @property
+    def takes_missing(self) -> bool:
+        """Whether a missing label counts as 0 or 1, as with ``bought_at != ''``."""
+        return self.operator in ("==", "!=") and not self.value
 
     def apply(self, array: pa.Array, name: str) -> pa.Array:
         """``[n]`` labels as uint8.
@@ -127,7 +132,7 @@ def labels(
     """
     rule = rule or LabelRule()
     try:
-        if required:
+        if required or rule.takes_missing:
             return rule.apply(array, name)
         texts = as_texts(decoded(array), name)
         there = pc.not_equal(texts, "").fill_null(False)
@@ -153,15 +158,21 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
     """
     counts: Counter[str] = Counter()
     for sample in samples:
-        for pair in pc.value_counts(as_texts(decoded(sample.drop_null()), name)).to_pylist():
+        texts = as_texts(decoded(sample), name).fill_null("")
+        for pair in pc.value_counts(texts).to_pylist():
             counts[pair["values"].strip()] += pair["counts"]
-    counts.pop("", None)  # a missing label; its row is refused
+    missing = counts.pop("", 0)  # their rows are refused
     ones = set(map(_plain, positive))
     others = {_plain(value): value for value in counts if _plain(value) not in ones}
     if len(others) == 1:
         return next(iter(others.values()))
     seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
     seen += ["..."] if len(counts) > MOST_SHOWN else []
+    if missing and not others:
+        raise ValueError(
+            f"label {name!r}: {_listed(positive)} counts as 1, and all others in the first rows "
+            f"are missing ({missing:,}); use --label \"{name} != ''\" if these count as 0"
+        )
     comparison = COMPARISON.fullmatch(f"{name} {positive[0]}")
     instead = comparison[0] if comparison else f"{name} == {positive[0]}"
     remedy = f'set negative: "{ALL_OTHERS}"' if len(positive) > 1 else f"use --label {instead!r}"
@@ -191,16 +202,18 @@ def _mapped(
     other: int | None = None,
 ) -> pa.Array:
     """The code of each value, ``other`` if it has none."""
-    if not pa.types.is_dictionary(array.type):
-        array = array.dictionary_encode()
-    texts = as_texts(array.dictionary, name).to_pylist()
-    found = [codes.get(_plain(text), other) if text else None for text in texts]
+    array = encoded(array, name)
+    texts = as_texts(array.dictionary, name).fill_null("").to_pylist()
+    found = [codes.get(_plain(text), other if text else None) for text in texts]
     result = pa.array(found, pa.uint8()).take(array.indices)
+    if "" in codes:
+        missing = pa.scalar(codes[""], pa.uint8())
+        result = pc.if_else(array.indices.is_null(), missing, result)
     if result.null_count:
         rows = np.flatnonzero(result.is_null())
-        value = array[rows[0]].as_py()
-        problem = f"the value is {shown(value)}; {rule}: {hint}"
-        if value is None or value == "":
+        index = array.indices[rows[0]].as_py()
+        problem = f"the value is {shown(array[rows[0]].as_py())}; {rule}: {hint}"
+        if index is None or not texts[index]:
             problem = f"the value is missing; {rule}: leave out rows without it"
         raise BadValue(name, rows, problem)
     return result

@@ -43,9 +43,13 @@ OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
     b"BZh": f"packed with bzip2{PACKED}",
     b"\xfd7zXZ": f"packed with xz{PACKED}",
     b"ARROW1": "a Feather file; write it with DataFrame.to_parquet",
+    (b"Obj\1", b"\x89HDF", b"SQLite format 3", b"\x93NUMPY"): "a file of Avro, HDF5, SQLite or "
+    "NumPy; write its rows as Parquet or CSV",
 }
 """The first bytes of other files, and what these are."""
-VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+PLAIN_TYPES = {
+    pa.string_view(): pa.string(), pa.binary_view(): pa.binary(), pa.float16(): pa.float32()
+}  # fmt: skip
 """Types that many functions of Arrow lack, such as Polars writes, and those that have them."""
 
 
@@ -149,7 +153,7 @@ class RawFile:
         try:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 done = 0
-                for rows in map(without_views, file.iter_batches(PARQUET_ROWS)):
+                for rows in map(with_plain_types, file.iter_batches(PARQUET_ROWS)):
                     done += rows.num_rows
                     consumed = size * done // max(1, file.metadata.num_rows)
                     yield ParquetPart(path=self.path, batch=rows, consumed=consumed)
@@ -165,9 +169,9 @@ class RawFile:
         return {"name": self.path.name, "bytes": size, "sha256": self.sha256}
 
 
-def without_views(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The same rows, with plain texts and bytes in place of views of them."""
-    fields = [field.with_type(VIEWS.get(field.type, field.type)) for field in rows.schema]
+def with_plain_types(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The same rows, with plain texts and bytes in place of views of them, and no half floats."""
+    fields = [field.with_type(PLAIN_TYPES.get(field.type, field.type)) for field in rows.schema]
     return rows.cast(pa.schema(fields))
 
 
@@ -179,11 +183,15 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is named twice.
+        ValueError: a file is named twice, or is a pipe.
     """
     found: list[Path] = []
     for given in inputs:
         matches = _matches(Path(given))
+        if not matches and Path(given).exists() and not Path(given).is_dir():
+            raise ValueError(
+                f"{given} is no file, and files are read several times; write it to one"
+            )
         if not matches:
             raise FileNotFoundError(
                 f"{given}: no such file, directory with files, or pattern; files end in "
@@ -298,7 +306,13 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
     quotes = options.quotes and delimiter != DOUBLE  # of MovieLens, with quotes in titles
     fields = line.split(delimiter)
     if quotes:
-        fields = next(csv.reader([line], delimiter=delimiter))
+        try:
+            fields = next(csv.reader([line], delimiter=delimiter))
+        except csv.Error:
+            raise ValueError(
+                f"{path}: lines end with a carriage return alone; convert them, for example with "
+                r"tr '\r' '\n'"
+            ) from None
 
     # The names, given or in the first line.
     names = options.names

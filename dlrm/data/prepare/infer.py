@@ -80,7 +80,8 @@ def plan_columns(
     try:
         options = _with_negative(options, columns, files, batches, skip_bad)
     except ValueError as error:
-        raise ColumnsError(str(error), plan) from None
+        told = error.located(files[0].path) if isinstance(error, BadRow) else error
+        raise ColumnsError(str(told), plan) from None
     if not plan.categorical:
         plan = replace(plan, columns=tuple(map(_bucketed, columns)))
     if not plan.categorical:

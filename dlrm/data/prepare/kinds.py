@@ -99,13 +99,15 @@ def find_kind(
                 return InferredKind(kind="category", why=why)
     if pa.types.is_time(kind) and untyped:
         return InferredKind(kind="category", why=f"times of the day, {_often(sample)}")
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_time(kind):
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return InferredKind(kind="number", why="numbers")
+    if pa.types.is_time(kind) or pa.types.is_duration(kind):
+        return InferredKind(kind="number", why="seconds")
     if kind == pa.null():
         return InferredKind(kind="category", why="no value in the first rows")
     if is_text(kind):
         return _find_text(name, sample, untyped)
-    if pa.types.is_binary(kind):
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return InferredKind(kind="category", why=f"texts, {_often(sample)}")
     raise NoFeatureError(str(kind))
 

@@ -15,7 +15,7 @@ from ...utils.atomic import atomic_directory
 from ...utils.messages import did_you_mean, print_error
 from ..schema import META_FILE, Meta
 from .bad_rows import BadRow
-from .files import without_views
+from .files import with_plain_types
 from .transform import Transform, transform_files
 
 
@@ -92,7 +92,7 @@ def as_batch(rows: Any) -> pa.RecordBatch:
             types.
     """
     if isinstance(rows, pa.RecordBatch):
-        return without_views(rows)
+        return with_plain_types(rows)
     try:
         if isinstance(rows, Sequence) and rows and all(isinstance(r, Mapping) for r in rows):
             names = dict.fromkeys(name for row in rows for name in row)
@@ -107,7 +107,7 @@ def as_batch(rows: Any) -> pa.RecordBatch:
             advice = "give columns names of their own, and each values of one type"
         raise ValueError(f"the rows are no table: {error}; {advice}") from None
     columns = [column.combine_chunks() for column in rows.columns]
-    return without_views(pa.RecordBatch.from_arrays(columns, names=rows.schema.names))
+    return with_plain_types(pa.RecordBatch.from_arrays(columns, names=rows.schema.names))
 
 
 def in_batches(

@@ -53,8 +53,10 @@ def numbers(
         array = _parsed_numbers(array, name, marks, missing)
     elif pa.types.is_boolean(kind):
         array = array.cast(pa.uint8())
-    elif pa.types.is_time(kind):  # of the day: seconds
-        array = pc.divide(array.cast(pa.time64("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
+    elif pa.types.is_time(kind) or pa.types.is_duration(kind):  # seconds
+        unit = pa.time64("us") if pa.types.is_time(kind) else pa.duration("us")
+        array = array.cast(unit, safe=False)
+        array = pc.divide(array.cast(pa.int64()).cast(pa.float64()), 1e6)
     elif not is_number(kind) and kind != pa.null():
         raise BadValue(name, [], f"it holds {kind}, not numbers; make it another kind")
     found = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -96,7 +98,7 @@ def times(
         array = array.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
     elif pa.types.is_timestamp(kind) and kind.tz is not None:
         array = pc.local_timestamp(array)
-    elif not (pa.types.is_temporal(kind) and not pa.types.is_time(kind)) and kind != pa.null():
+    elif not (pa.types.is_timestamp(kind) or pa.types.is_date(kind) or kind == pa.null()):
         raise BadValue(name, [], f"it holds {kind}, not times; make it another kind")
 
     found = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
@@ -141,6 +143,18 @@ def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
 def decoded(array: pa.Array) -> pa.Array:
     """The column without a dictionary."""
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def encoded(array: pa.Array, name: str) -> pa.Array:
+    """The column with a dictionary.
+
+    Raises:
+        BadValue: a row holds several values.
+    """
+    if pa.types.is_nested(array.type):
+        problem = f"it holds {array.type}, not single values"
+        raise BadValue(name, [], f"{problem}; give one a row, or make it another kind")
+    return array if pa.types.is_dictionary(array.type) else array.dictionary_encode()
 
 
 def is_number(kind: pa.DataType) -> bool:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pickle
 import re
 
@@ -116,6 +117,9 @@ def test_files_that_cannot_be_read(tmp_path):
         prepare(tmp_path / "x.parquet", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"none\*.csv: no such file, directory"):
         prepare(str(tmp_path / "none*.csv"), tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is no file, and files are read several times; wr"):
+        prepare(tmp_path / "pipe", tmp_path)
     with pytest.raises(ValueError, match="is given more than once"):
         prepare([write(path, GOOD), path], tmp_path)
 
@@ -279,6 +283,8 @@ def test_a_quote_that_is_never_closed(tmp_path, rest, end):
         ("a.json", b' \n[{"label": 1}]', r"is one JSON array; write each .*jq -c '.\[\]'"),
         ("a.dat", pickle.dumps([1]), "a.dat is a pickle, which may run code when it is"),
         ("rows.csv.xz", b"\xfd7zXZ\0", "is packed with xz; unpack it, or pack it with gzip or z"),
+        ("a.csv", b"label,price\r1,2\r", r"lines end with a carriage return alone; .* tr '"),
+        ("a.h5", b"\x89HDF\r\n", "is a file of Avro, HDF5, SQLite or NumPy; write its rows as"),
         ("rows.feather", b"ARROW1\0\0", "is a Feather file; write it with DataFrame.to_parquet"),
         ("rows.csv", b"label^price\n1^2\n", r"if these are several columns, .* delimiter: in th"),
     ],

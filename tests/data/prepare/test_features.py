@@ -51,17 +51,23 @@ def test_kinds_that_are_found(tmp_path):
         "iso": ["2024-02-29T10:00:00Z"] * n,
         "empty": pa.array([None] * (n - 1) + ["x"], pa.string()),
         "blob": pa.array([b"a"] * n),
+        "blobs": pa.array([b"a"] * n, pa.large_binary()),
+        "half": pa.array([np.float16(1.5), np.float16(2)] * (n // 2), pa.float16()),
+        "none": pa.array([[], None] * (n // 2), pa.list_(pa.int64())),
+        "stay": pa.array(np.arange(n) * 1_500_000_001, pa.duration("ns")),
+        "clock": pa.array(list(range(n)), pa.time32("s")),
     }
     assert kinds(tmp_path, columns) == {
         "label": "label", "price": "number", "count": "number", "userId": "category",
         "stars": "category", "money": "number", "name": "category", "coded": "category",
         "flag": "category", "tags": "list", "numbers": "list", "bars": "list", "when": "time",
         "day": "time", "iso": "time", "empty": "category", "blob": "category",
+        "blobs": "category", "half": "number", "none": "list", "stay": "number", "clock": "number",
     }  # fmt: skip
     tables = prepare(tmp_path, columns, split={"by": "random"})
     assert sum(table.num_rows for table in tables.values()) == n
     told = Meta.read(tmp_path / "out")
-    assert {c.name for c in told.categorical if c.multi_hot} == {"tags", "numbers", "bars"}
+    assert {c.name for c in told.categorical if c.multi_hot} == {"tags", "numbers", "bars", "none"}
     assert "day_hour" not in told.tables
     assert {"day_weekday", "when_hour", "iso_hour"} <= set(told.tables)
 

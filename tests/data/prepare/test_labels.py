@@ -12,6 +12,8 @@ from dlrm.data.prepare.transform import Transform
 from dlrm.utils.documents import read_yaml
 from tests.kit import ALL_TRAIN, prepare_rows, write_rows
 
+NAN = float("nan")
+
 
 def write(path, values, form="csv"):
     """Rows with these labels; returns their file."""
@@ -99,6 +101,28 @@ def test_labels_of_one_value_say_nothing_of_the_other(tmp_path):
         prepare(path, tmp_path, positive="yes")
 
 
+@pytest.mark.parametrize("missing", ["", None])
+def test_a_missing_label_may_count_as_0(tmp_path, missing):
+    """As with a time that only rows with a purchase have."""
+    path = write(tmp_path, ["noon", missing, missing] * 20, "parquet")
+    with pytest.raises(ValueError, match=r"missing \(40\); use --label \"bought != ''\" if these"):
+        prepare(path, tmp_path, positive="noon")
+    found, plan = prepare(path, tmp_path, label="bought != ''")
+    assert found == [1, 0, 0] * 20
+    assert "1 if != ''" in format_plan(plan)
+    again = read_yaml_options(tmp_path, options_as_yaml(plan))
+    assert prepare(path, tmp_path, label=again.label)[0] == found
+    later = Transform.load(tmp_path / "out").read([path])
+    assert next(later)[0]["bought"].to_pylist() == found
+
+
+@pytest.mark.parametrize("options", [{}, {"positive": "1"}, {"label": "bought == 1"}])
+def test_a_label_is_one_value(tmp_path, options):
+    path = write(tmp_path, [[1], [0], [0]] * 20, "parquet")
+    with pytest.raises(ValueError, match=r"rows.parquet, column 'bought': it holds list<"):
+        prepare(path, tmp_path, **options)
+
+
 def test_options_that_contradict_each_other():
     with pytest.raises(ValueError, match="negative needs positive"):
         build_options({"negative": "no"})
@@ -170,6 +194,8 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
     [
         (["1", "2", "x"], {"label": "bought >= 2"}, r"row 3, column 'bought': 'x' is not a number"),
         (["1", "2", ""], {"label": "bought >= 2"}, r"row 3, .*: the value is missing; the label"),
+        ([1.0, NAN, 0.0], {"form": "parquet"}, r"row 2, .*: the value is missing; it must be 0"),
+        ([1.0, NAN, NAN], {"form": "parquet", "positive": "1"}, r"missing \(40\)"),
         (["1", "2", "3"], {"label": "bought >= many"}, "'many' is not a number; compare with one"),
         (["1", "2", "3"], {"label": "paid >= 2"}, "has no label 'paid'"),
         (["1", "2", "3"], {"label": "bought > 3"}, r"all 60 labels are 0 \(.*'bought', 1 if > 3\)"),
@@ -179,8 +205,9 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
     ],
 )
 def test_labels_that_can_not_be_made(tmp_path, values, options, message):
+    path = write(tmp_path, values * 20, options.pop("form", "csv"))
     with pytest.raises(ValueError, match=message) as error:
-        prepare(write(tmp_path, values * 20), tmp_path, **options)
+        prepare(path, tmp_path, **options)
     assert "--bad-rows" not in str(error.value)
 
 
