@@ -75,29 +75,11 @@ def make_table_plan(
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
             without a budget, or a kind that needs ids in another order.
     """
-    # Features that share a table: the plan is that of the tables.
-    own_tables = sorted(set(owners or ()))
-    if owners is not None and len(own_tables) < len(owners):
-        plan_of_tables = make_table_plan(
-            [names[feature] for feature in own_tables],
-            [num_embeddings[feature] for feature in own_tables],
-            embedding_dim,
-            kind,
-            options=options,
-            threshold=threshold,
-            largest=largest,
-            kinds=kinds,
-            budget=budget,
-            counts=counts and (lambda: [counts()[feature] for feature in own_tables]),
-            effects=effects and (lambda: [effects()[feature] for feature in own_tables]),
-            dtype=dtype,
-            ordered=ordered,
-            trained=trained,
-            values=values and [values[feature] for feature in own_tables],
-        )
-        entries = dict(zip(own_tables, plan_of_tables, strict=True))
-        shared = enumerate(owners)
-        return [entries.get(feature, (SHARED, {"with": own})) for feature, own in shared]
+    # The plan is that of the features with a table of their own.
+    owners = owners or range(len(names))
+    features = sorted(set(owners))
+    names = [names[feature] for feature in features]
+    num_embeddings = [num_embeddings[feature] for feature in features]
 
     options, kinds = options or {}, kinds or {}
     if kind == AUTO and budget is None:
@@ -122,24 +104,28 @@ def make_table_plan(
             )
     if not ordered:
         _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
+
+    def of_chosen(every: Sequence[Any] | None) -> Sequence[Any] | None:
+        return every and [every[features[table]] for table in chosen]
+
+    # Dense tables take their bytes first.
+    left = 0
     if budget is not None:
-        given = options.get(kind, {})
-        fitted = _fit_budget(
-            kind,
-            chosen,
-            num_embeddings,
-            embedding_dim,
-            budget,
-            given,
-            counts,
-            effects,
-            dtype,
-            trained,
-            values,
-        )
-        for table, (own, found) in zip(chosen, fitted, strict=True):
-            plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
-    return plan
+        left = _left_of(budget, chosen, num_embeddings, embedding_dim, dtype)
+    if left:
+        sizes = [num_embeddings[table] for table in chosen]
+        by_counts = kind == AUTO or available()[kind].budget_by_counts
+        known = of_chosen(counts()) if counts and by_counts else None
+        rest = Budget(sizes, embedding_dim, left, known, dtype, of_chosen(values))
+        if kind == AUTO:
+            fitted = _choose(rest, of_chosen(effects()) if effects else None, trained)
+        else:
+            fitted = _fit_options(kind, rest, options.get(kind, {}))
+        for table, (one, found) in zip(chosen, fitted, strict=True):
+            plan[table] = (one, {**plan[table][1], **found} if one == kind else found)
+
+    entries = dict(zip(features, plan, strict=True))
+    return [entries.get(f, (SHARED, {"with": owner})) for f, owner in enumerate(owners)]
 
 
 def _require_any_order(kinds: Sequence[str]) -> None:
@@ -311,56 +297,47 @@ def _select(num_embeddings: Sequence[int], threshold: int, largest: int | None) 
     return sorted(by_size[:largest])
 
 
-def _fit_budget(
-    kind: str,
+def _left_of(
+    budget: str,
     chosen: Sequence[int],
     num_embeddings: Sequence[int],
     embedding_dim: int,
-    budget: str,
-    options: Mapping[str, Any],
-    counts: Callable[[], Sequence[Tensor]] | None,
-    effects: Callable[[], Sequence[Effects]] | None,
     dtype: str,
-    trained: bool,
-    values: Sequence[int | None] | None,
-) -> TablePlan:
-    """Kind and options of the chosen tables, within what dense tables leave of a budget."""
-    row = row_bytes(embedding_dim, dtype)
+) -> int:
+    """The bytes of a budget that dense tables leave to the chosen ones; 0 if there are none."""
     if budget.strip()[-1:] in ("x", "X") and max(num_embeddings) >= MANY_IDS:
         raise ValueError(
             f"a budget of {budget} is relative to dense tables, but ids are hashes, and nobody "
             "knows how many there are: give bytes, such as --budget 20MB"
         )
     limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
-
-    # The tables that are not chosen stay dense, and take their bytes first.
-    dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
-    if not chosen and dense <= limit:
-        return []
-    if dense >= limit:
+    others = (rows for table, rows in enumerate(num_embeddings) if table not in chosen)
+    dense = row_bytes(embedding_dim, dtype) * sum(others)
+    if dense > limit or (chosen and dense == limit):
         raise ValueError(
             f"a budget of {limit:,} bytes is used up by the dense tables alone ({dense:,} bytes): "
             "raise the budget, or compress more tables with a lower tables.threshold"
         )
+    return limit - dense if chosen else 0
 
-    sizes = [num_embeddings[table] for table in chosen]
 
-    def counts_of_chosen() -> list[Tensor] | None:
-        every = counts() if counts else None
-        return None if every is None else [every[table] for table in chosen]
+def _choose(tables: Budget, effects: Sequence[Effects] | None, trained: bool) -> TablePlan:
+    """Kind and options of tables by ``auto``."""
+    if tables.counts is None:
+        raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
+    return choose_tables(
+        tables.num_embeddings,
+        tables.embedding_dim,
+        tables.size,
+        tables.counts,
+        effects or [EQUAL] * len(tables.num_embeddings),
+        dtypes=DTYPES[DTYPES.index(tables.dtype) :],  # the planner may choose fewer bits
+        trained=trained,
+    )
 
-    if kind == AUTO:
-        known = counts_of_chosen()
-        if known is None:
-            raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
-        every = effects() if effects else [EQUAL] * len(num_embeddings)
-        said = [every[table] for table in chosen]
-        narrower = DTYPES[DTYPES.index(dtype) :]  # the planner may choose fewer bits
-        return choose_tables(
-            sizes, embedding_dim, limit - dense, known, said, dtypes=narrower, trained=trained
-        )
 
-    # Options that the user set stay; the kind finds the others.
+def _fit_options(kind: str, tables: Budget, options: Mapping[str, Any]) -> TablePlan:
+    """The options of tables of a kind: those that the user set, and others that fit a budget."""
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters
     fixed = {k: value for k, value in options.items() if value is not None and k in accepted}
@@ -370,8 +347,5 @@ def _fit_budget(
                 f"with a budget all tables have the same {kind}.{key}: give one value, or drop the "
                 "budget"
             )
-    known = counts_of_chosen() if cls.budget_by_counts else None
-    seen = values and [values[table] for table in chosen]
-    rest = Budget(sizes, embedding_dim, limit - dense, counts=known, dtype=dtype, values=seen)
-    fitted = cls.for_budget(rest, **fixed)
-    return [("dense", {}) if found is None else (kind, found) for found in fitted]
+    found = cls.for_budget(tables, **fixed)
+    return [("dense", {}) if own is None else (kind, own) for own in found]
