@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dlrm.data.prepare.files import find_files
+from dlrm.data.prepare.input_paths import find_files
 from dlrm.data.prepare.raw_rows import in_batches
 from dlrm.data.prepare.table import MADE_BY
 from dlrm.data.schema import META_FILE

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
-import glob
 import hashlib
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +19,12 @@ import pyarrow.parquet as pq
 from ...utils.messages import did_you_mean, listing, print_error
 from ..parquet import read_footer
 from .column_options import DOUBLE, TableOptions
+from .input_paths import SUFFIXES, folder_columns, suffix
 from .text_blocks import BLOCK_BYTES, BlockReader
 from .text_formats import CsvLayout, CsvPart, JsonPart, PartRows, csv_row_end
 from .values import NUMBER_MISSING
 
 PARQUET_ROWS = 1 << 16  # of a part
-SUFFIXES = {
-    ".csv": "csv", ".tsv": "csv", ".tab": "csv", ".txt": "csv", ".json": "json",
-    ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".pq": "parquet",
-}  # fmt: skip
-COMPRESSED = (".gz", ".zst", ".gzip")
 DELIMITERS = (",", "\t", ";", "|")
 PICKLED = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
 PACKED = "; unpack it, or pack it with gzip or zstd"
@@ -106,7 +100,9 @@ class RawFile:
         """
         kind = _format(path)
         if kind == "parquet":
-            found = cls(path=path, format=kind, names=tuple(read_footer(path)[1].names))
+            names = read_footer(path)[1].names
+            folders = (name for name in folder_columns(path) if name not in names)
+            found = cls(path=path, format=kind, names=(*names, *folders))
         elif kind == "json":
             _require_lines(path)
             found = cls(path=path, format=kind, names=())
@@ -155,6 +151,9 @@ class RawFile:
                 done = 0
                 for rows in map(with_plain_types, file.iter_batches(PARQUET_ROWS)):
                     done += rows.num_rows
+                    for name in self.names[rows.num_columns :]:
+                        value = pa.scalar(folder_columns(self.path)[name])
+                        rows = rows.append_column(name, pa.repeat(value, rows.num_rows))
                     consumed = size * done // max(1, file.metadata.num_rows)
                     yield ParquetPart(path=self.path, batch=rows, consumed=consumed)
         except (pa.ArrowException, OSError) as error:
@@ -175,47 +174,6 @@ def with_plain_types(rows: pa.RecordBatch) -> pa.RecordBatch:
     return rows.cast(pa.schema(fields))
 
 
-def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that files, directories and patterns name, in order; each pattern sorted.
-
-    In a directory, these are the files of a known suffix, at any depth; hidden ones and those
-    that begin with ``_`` are left out, as other programs do.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a file is named twice, or is a pipe.
-    """
-    found: list[Path] = []
-    for given in inputs:
-        matches = _matches(Path(given))
-        if not matches and Path(given).exists() and not Path(given).is_dir():
-            raise ValueError(
-                f"{given} is no file, and files are read several times; write it to one"
-            )
-        if not matches:
-            raise FileNotFoundError(
-                f"{given}: no such file, directory with files, or pattern; files end in "
-                f"{', '.join(SUFFIXES)}, or these with .gz or .zst"
-            )
-        found += matches
-
-    counts = Counter(path.resolve() for path in found)
-    for path in found:
-        if counts[path.resolve()] > 1:
-            raise ValueError(f"{path} is given more than once; give each input once")
-    return found
-
-
-def _matches(path: Path) -> list[Path]:
-    """The files of a directory or a pattern, or the file itself."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        return [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]
-    files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in SUFFIXES]
-    return [p for p in files if not any(n[0] in "._" for n in p.relative_to(path).parts)]
-
-
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
     """Open the files of one table; see :func:`without_empty`.
 
@@ -224,6 +182,11 @@ def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
     """
     files = [RawFile.open(path, options) for path in without_empty(paths)]
     require_one_table(files)
+    if files[0].format != "parquet" and (names := folder_columns(files[0].path)):
+        print_error(
+            f"note: folders give files of Parquet columns, but not {files[0].path}: no column is "
+            f"made of {listing(list(names))}"
+        )
     return files
 
 
@@ -278,16 +241,9 @@ def _is_empty(path: Path) -> bool:
     return _format(path) != "parquet" and not BlockReader(path).start(1).strip()
 
 
-def _suffix(path: Path) -> str:
-    name = path.name.lower()
-    for compressed in COMPRESSED:
-        name = name.removesuffix(compressed)
-    return Path(name).suffix
-
-
 def _format(path: Path) -> str:
     """The format by the suffix, or else by the first bytes."""
-    if (known := SUFFIXES.get(_suffix(path))) and _suffix(path) != ".txt":
+    if (known := SUFFIXES.get(suffix(path))) and suffix(path) != ".txt":
         return known
     with path.open("rb") as file:
         start = file.read(4)

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -151,6 +152,8 @@ def _column(
 ) -> Column:
     """One column, with its kind as given or as inferred from its first values and labels."""
     values = [part for part, _ in parts]
+    if len({part.type for part in values}) < len(values) and all(map(_is_constant, values)):
+        parts = [(pa.concat_arrays(values), None)]  # such as the day, of which each file has one
     by_time = options.split.by == "time" and options.split.column == name
 
     # The kind, as given or found.
@@ -177,6 +180,10 @@ def _column(
     found = _type_name(values[0].type)
     filled = _filled(own, values[0], options)
     return Column(name=name, found=found, why=inferred.why, options=filled)
+
+
+def _is_constant(values: pa.Array) -> bool:
+    return not pa.types.is_nested(values.type) and pc.count_distinct(values).as_py() == 1
 
 
 def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:

@@ -18,8 +18,9 @@ from .bad_rows import BadRowsRule
 from .column_options import ColumnOptions, SplitOptions, TableOptions
 from .columns import Column, ColumnPlan
 from .extend_ids import NOTHING_TO_EVICT
-from .files import RawFile, find_files, open_files
+from .files import RawFile, open_files
 from .infer import plan_columns, read_types
+from .input_paths import find_files
 from .learner import EarlierIds
 from .pipeline import Preparation, RunOptions, require_fingerprint
 from .spill import Spilled

@@ -31,8 +31,9 @@ from .bad_rows import Converted
 from .columns import ColumnPlan, Feature
 from .convert import convert_rows
 from .criteo_rows import criteo_plan, open_log
-from .files import RawFile, find_files, no_header_hint, open_files, require_one_table, without_empty
+from .files import RawFile, no_header_hint, open_files, require_one_table, without_empty
 from .infer import json_types, read_types
+from .input_paths import find_files
 from .numbers import Scaling, bucket_names, bucket_numbers
 from .rates import Rates, append_rates
 from .table_rows import FilePart, TableRows, map_parts

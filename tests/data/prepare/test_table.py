@@ -9,13 +9,14 @@ from collections import Counter
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data import criteo
 from dlrm.data.prepare import learner
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.table import open_later_rows, prepare_table
+from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
 from tests.kit import contents, criteo_rows, prepare_rows, read_splits, write_criteo, write_rows
@@ -203,6 +204,32 @@ def prepare_later(inputs, output, ids_of, split=None, **kwargs):
     files, plan, left_out = open_later_rows([inputs], ids_of, split)
     meta = prepare_table(files, plan, output, ids_of=ids_of, progress=False, **kwargs)
     return meta, left_out
+
+
+def test_folders_are_columns_and_numbers_in_names_are_in_order(tmp_path, capfd):
+    """Hive and Spark leave the columns that name folders out of the files in them."""
+    rows = tmp_path / "rows"
+    days = "3", "__HIVE_DEFAULT_PARTITION__", "a b"
+    for number, day in enumerate(days, 9):
+        directory = rows / f"{number}" / f"day={day.replace(' ', '%20')}" / "shop=1"
+        directory.mkdir(parents=True)
+        table = {"label": [0, 1] * 60, "city": ["x", "y"] * 60, "shop": [number] * 120}
+        pq.write_table(pa.table(table), directory / "part.parquet")
+    whole = {"split": {"train": 1, "val": 0, "test": 0}, "rates": False}
+    files, plan = open_and_plan([rows], build_options(whole))
+    assert {c.name: c.why for c in plan.columns}["shop"].startswith("integers, 2 values")
+    prepare_table(files, plan, tmp_path / "out", progress=False)
+    ids = pq.read_table(tmp_path / "out" / "vocabulary" / "day.parquet").to_pydict()
+    values = dict(zip(ids["id"], ids["value"], strict=True))
+    found = pq.read_table(tmp_path / "out" / "train.parquet")
+    assert [values[i] for i in found["day"].to_pylist()] == ["3"] * 120 + [""] * 120 + ["a b"] * 120
+    assert pc.count_distinct(found["shop"]).as_py() == 3  # a column of the files comes first
+    [(scored, *_)] = Transform.load(tmp_path / "out").read([rows / "9"])
+    assert scored["day"].to_pylist() == [ids["id"][ids["value"].index("3")]] * 120
+
+    texts = write_csv(rows / "9" / "day=3" / "rows.csv", [{"label": 0, "city": "x"}])
+    open_and_plan([texts], build_options({}))
+    assert "no column is made of day" in capfd.readouterr().err
 
 
 def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepared, tmp_path):
