@@ -4,27 +4,31 @@
     python scripts/benchmarks/run.py step --device cpu --output benchmarks/step_cpu.json
 
 The Kaggle model: on a GPU its 26 tables at full size, on a CPU tables of at most 20,000 rows; ids
-with log-uniform skew, as in the published figures. The model ``terabyte`` is that of MLPerf v1, its
-tables of at most 10 million rows of dim 128. Losses that differ from the eager ones are an error,
-not a result. A step is captured five times, and the median is reported, since the driver schedules
-the branches of every CUDA graph again.
+with log-uniform skew, as in the published figures. With ``--kinds auto`` the tables have
+``--budget``, planned by how often ids occur in ten million such rows. The model ``terabyte`` is
+that of MLPerf v1, its tables of at most 10 million rows of dim 128. Losses that differ from the
+eager ones are an error, not a result. A step is captured five times, and the median is reported,
+since the driver schedules the branches of every CUDA graph again.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.sparse_arch.table_plan import AUTO, make_table_plan
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
@@ -46,6 +50,7 @@ PEER_CPU = {("fp32", 2048): 68.0, ("bf16", 2048): 35.0}
 CAPS = {"kaggle": None, "terabyte": 10_000_000}  # rows of a table on a GPU
 CPU_CAP = 20_000
 CAPTURES = 5  # of a step
+BUDGET, PLANNED = "20MB", 10**7  # of auto, and the rows by which it plans
 KIND_OPTIONS = {"hash": {"rows": 200_000}, "qr": {"collisions": 100}, "block": {"dim": 4}}
 
 
@@ -66,7 +71,8 @@ class Case:
 def arguments(parser: Parser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("--kinds", nargs="+", default=["dense", "tt"], choices=sorted(available()))
+    add("--kinds", nargs="+", default=["dense", "tt"], choices=[AUTO, *sorted(available())])
+    add("--budget", default=BUDGET, help="for auto")
     rules, precisions = sorted(OPTIONS), ("fp32", "tf32", "bf16")
     add("--rules", nargs="+", default=["sgd", "rowwise_adagrad"], choices=rules)
     add("--dtypes", nargs="+", default=["fp32"], choices=DTYPES, help="of tables")
@@ -101,11 +107,11 @@ def measure_one(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     rows = SHAPES[case.model].capped(options.cap or (CAPS[case.model] if on_gpu else CPU_CAP))
     skewed = case.ids == "skewed"
     batches = [draw_batch(rows, case.batch, device, skewed=skewed) for _ in range(8)]
-    expected = losses(step_of(case, rows, device, "eager")[1], batches)
+    expected = losses(step_of(case, rows, device, "eager", options.budget)[1], batches)
     harness.release()
 
     held = torch.cuda.memory_allocated() if on_gpu else 0
-    model, step = step_of(case, rows, device, case.mode)
+    model, step = step_of(case, rows, device, case.mode, options.budget)
     worst = worst_difference(expected, losses(step, batches))
     harness.require(worst <= TOLERANCE[case.precision], f"{case}: losses differ by {worst}")
 
@@ -135,11 +141,24 @@ def measure_one(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def step_of(case: Case, rows: list[int], device: str, mode: str) -> tuple[DLRM, TrainStep]:
+def step_of(
+    case: Case, rows: list[int], device: str, mode: str, budget: str = BUDGET
+) -> tuple[DLRM, TrainStep]:
     """The model, its 7 largest tables of the kind (tt at rank 32), and its step."""
     torch.manual_seed(0)
     shape, own = SHAPES[case.model], {case.kind: KIND_OPTIONS.get(case.kind, {})}
-    plan = make_table_plan(NAMES, rows, shape.dim, case.kind, largest=7, options=own)
+    sizes = {"budget": budget} if case.kind == AUTO else {"largest": 7}
+    plan = make_table_plan(
+        NAMES, rows, shape.dim, case.kind, options=own, counts=lambda: counts(tuple(rows)), **sizes
+    )
     with torch.device(device):
         model = DLRM(13, rows, shape.dim, plan, tables_dtype=case.dtype, **shape.options)
     return model, make_step(model, case.rule, precision=case.precision, mode=mode)
+
+
+@cache
+def counts(rows: tuple[int, ...]) -> list[Tensor]:
+    """How often ids with log-uniform skew occur in :data:`PLANNED` rows."""
+    ids = [torch.arange(1, own + 1, dtype=torch.float64) for own in rows]
+    shares = ((1 / each).log1p() / math.log(len(each) + 1) for each in ids)
+    return [(share * PLANNED).round().long() for share in shares]
