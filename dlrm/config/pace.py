@@ -5,7 +5,8 @@ from __future__ import annotations
 from dlrm.config.schema import MAX_COUNT, RunConfig
 from dlrm.data.schema import Meta
 
-BATCH, SMALLEST_BATCH, BATCHES = 512, 32, 64  # of a small table, an epoch has about as many
+BATCH, SMALLEST_BATCH = 512, 32
+STEPS, SMALL_STEPS = 256, 64  # of an epoch, at least: of the only one, and of one of several
 SMALL_TABLE, MOST_EPOCHS, PATIENCE = 50_000, 20, 3
 """Fewer training rows are trained on in that many epochs, or until so many validations find no
 better state."""
@@ -18,7 +19,8 @@ LEARNED, LEARNED_LOSS = 100, 10
 def batch_size(config: RunConfig, meta: Meta) -> int:
     """Samples per step."""
     rows = meta.splits["train"].rows if meta.has_rows("train") else 0
-    share = 1 << (rows // BATCHES).bit_length() >> 1  # a power of two
+    steps = SMALL_STEPS if rows < SMALL_TABLE or config.follow else STEPS
+    share = 1 << (rows // steps).bit_length() >> 1  # a power of two
     return config.batch_size or min(max(share, SMALLEST_BATCH), BATCH)
 
 

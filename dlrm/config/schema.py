@@ -280,8 +280,8 @@ class RunConfig:
     as many as an epoch has, at least 2, if there are several epochs; 3 if their number is not
     given."""
     batch_size: Count | None = None
-    """Number of samples per step, over all processes. Default: 512; with fewer than 32,768 training
-    rows a 64th of them, rounded down to a power of two, and at least 32."""
+    """Number of samples per step, over all processes. Default: 512, or a 256th of the training rows
+    if that is less; with fewer than 50,000 rows a 64th, at least 32. Powers of two."""
     eval_batch_size: Count = 16384
     """Number of samples per batch in evaluations."""
     eval_every: Count | None = None

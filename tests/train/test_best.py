@@ -152,6 +152,9 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     sizes = [32, 32, 32, 64, 256, 256, 512, 512]
     for rows, size in zip((0, 1, 480, 5_092, 17_817, 32_767, 32_768, 10**9), sizes, strict=True):
         assert pace.batch_size(auto, meta_of(rows)) == size
+    for rows, size in ((50_000, 128), (110_000, 256), (131_071, 256), (131_072, 512)):
+        assert pace.batch_size(auto, meta_of(rows)) == size, "the only epoch has 256 steps"
+    assert pace.batch_size(RunConfig(follow="days"), meta_of(50_000)) == 512, "days follow"
     assert pace.batch_size(RunConfig(batch_size=7), small) == 7
 
     assert [pace.epochs(auto, meta) for meta in (large, small, meta_of(9, val=0))] == [1, 20, 5]
