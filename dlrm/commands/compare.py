@@ -13,6 +13,7 @@ import json
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ FORMATS = {
 
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
 LOSSES = ("log loss", "NE")  # lower is better
+ACROSS = 3  # panels of a plot in a row
 
 
 def arguments() -> Parser:
@@ -231,16 +233,21 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     Each data set has axes of its own.
     """
     sets = sorted(set(summary["data"]))
-    size = (2 + 7 * len(sets), 5)
-    figure, panels = plt.subplots(1, len(sets), figsize=size, layout="constrained", squeeze=False)
+    across = min(len(sets), ACROSS)
+    lines = ceil(len(sets) / across)
+    size = (2 + 7 * across, 5 * lines)
+    figure, grid = plt.subplots(lines, across, figsize=size, layout="constrained", squeeze=False)
+    panels = list(grid.flat)[: len(sets)]
+    for unused in list(grid.flat)[len(sets) :]:
+        unused.remove()
     others = sorted(set(summary["emb"]) - {"dense"})
-    for axes, data in zip(panels[0], sets, strict=True):
+    for axes, data in zip(panels, sets, strict=True):
         _draw_data(axes, summary[summary["data"] == data], metric, others)
         if len(sets) > 1:
             axes.set_title(data)
     handles = {
         label: handle
-        for axes in panels[0]
+        for axes in panels
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), title="--emb", loc="outside right center")

@@ -533,6 +533,8 @@ def test_each_data_set_has_a_table_and_a_plot_of_its_own(script, tmp_path):
     assert [table.splitlines()[0] for table in tables] == sorted(runs)
     figure = compare.draw(summary, "AUC", tmp_path / "plot.png")
     assert [axes.get_title() for axes in figure.axes] == sorted(runs)
+    lines = {axes.get_subplotspec().rowspan.start for axes in figure.axes}
+    assert lines == {0, 1}, "five panels, three in a line"
 
 
 def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
