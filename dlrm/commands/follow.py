@@ -7,6 +7,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
 from dlrm.data.days import day_names, next_day
@@ -27,7 +29,8 @@ class FollowingRun(Run):
     def __init__(self, config: RunConfig, resolved: str, world: World, began: float = 0) -> None:
         super().__init__(config, resolved, world, began)
         self._known = set(day_names(self._days))
-        self._held_out_of_day()
+        if self.train_data.path != Path(config.data):  # resumed in a later day
+            self._held_out_of_day()
 
     @property
     def _days(self) -> Path:
@@ -87,7 +90,7 @@ class FollowingRun(Run):
             auc = values["auc"]
             shown = "no AUC, as all labels are equal," if math.isnan(auc) else f"AUC {auc:.4f}"
             text += f", {shown} before training on them"
-        self._held_out_of_day()
+            self._held_out_of_day()
         self._say(text)
 
     def _export(self, directory: Path) -> None:
@@ -113,7 +116,8 @@ class FollowingRun(Run):
                 self._say(f"day {after}: no rows, it is left out")
                 continue
 
-            what = f"{path} has no {META_FILE} yet" if path else f"no day after {after}"
+            missing = f"{path} has no {META_FILE} yet (prepare it, or remove it)"
+            what = missing if path else f"no day after {after}"
             if not wait:
                 self._say(f"{what}: the run ends; --resume {self.directory} continues it")
                 return None
@@ -139,7 +143,8 @@ class FollowingRun(Run):
 
     def _say(self, text: str) -> None:
         if not self.silent:
-            print(text, flush=True)  # days may pass before the next line
+            with tqdm.external_write_mode():  # above the progress bar
+                print(text, flush=True)  # days may pass before the next line
 
 
 def export_latest(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:

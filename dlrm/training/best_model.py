@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from tqdm import tqdm
+
 from dlrm.training.checkpoint.manifest import Progress
 
 
@@ -64,7 +66,7 @@ class Validations:
         self.last_step = step
         if not silent:
             what = "log loss has not fallen" if self._by_loss else "AUC has not risen"
-            print(
+            tqdm.write(
                 f"stopped at step {step:,}: validation {what} since step {progress.best_step:,}; "
                 "--patience 0 trains to the end"
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm.training import loaders
 from dlrm.training.checkpoint import Checkpoint, read_index
 from dlrm.training.checkpoint.index import read_manifest
 
@@ -114,7 +115,8 @@ def test_days_that_come_later_are_as_if_they_had_been_there(
     directory = bring(0)
     follow("parts", directory)
     (directory / "day_1").mkdir()  # half written
-    assert "day_1 has no meta.json yet" in run("train", "--resume", tmp_path / "parts").stdout
+    waits = run("train", "--resume", tmp_path / "parts").stdout
+    assert "day_1 has no meta.json yet (prepare it, or remove it): the run ends" in waits
     (directory / "day_1").rmdir()
     bring(1, 2, 4)
     run("train", "--resume", tmp_path / "parts", "--max_steps", "19")
@@ -181,7 +183,7 @@ def test_processes_with_a_part_of_the_rows_each_follow_as_one_does(
 
 
 def test_validation_rows_of_a_day_calibrate_and_the_latest_state_is_the_result(
-    follow, bring, lines, result, tmp_path
+    follow, bring, lines, result, tmp_path, monkeypatch
 ):
     follow("without", bring(0, 1, where="others"))
     values = [x["day/calibration"] for x in lines(tmp_path / "without") if "day" in x]
@@ -193,7 +195,15 @@ def test_validation_rows_of_a_day_calibrate_and_the_latest_state_is_the_result(
 
     directory = bring(4)
     shutil.copytree(directory / "day_4", directory / "day_5")
+    opened, loader = [], loaders.BatchLoader
+
+    def watch(day, split, **options):
+        opened.append((Path(day).name, split))
+        return loader(day, split, **options)
+
+    monkeypatch.setattr(loaders, "BatchLoader", watch)
     follow("run", directory)
+    assert [day for day, split in opened if split == "val"] == ["day_4", "day_5"]
     logged = lines(tmp_path / "run")
     assert [x["step"] for x in logged if "val/auc" in x] == [7, 14]
     values = result(tmp_path / "run")
