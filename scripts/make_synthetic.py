@@ -18,15 +18,27 @@ if __name__ == "__main__":
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
 from tqdm import tqdm
 
 from dlrm.data import synthetic
-from dlrm.data.schema import MLPERF_BAG_SIZES, Meta
-from dlrm.data.synthetic.distributions import profiles
+from dlrm.data.schema import META_FILE, MLPERF_BAG_SIZES, Categorical, Meta, Split
+from dlrm.data.synthetic.distributions import hashed, profiles
+from dlrm.data.synthetic.generator import GeneratedRows, Generator
+from dlrm.data.synthetic.label_model import BINS
+from dlrm.data.synthetic.multi_hot import GROUP_ROWS
+from dlrm.data.synthetic.writers import Progress, split_of, tally, write_parquet
+from dlrm.data.threads import map_in_order
 from dlrm.utils.program import Parser, exit_status, path_arg
+
+TSV_FILE, TSV_META_FILE = "train.txt", "synthetic.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +157,17 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
     cap = preset.cap if args.cap is None and args.cardinalities is None else args.cap
     if cap is not None and cap < 1:
         raise ValueError(f"--cap is {cap}, it must be at least 1")
-    sizes = args.cardinalities or [c.cardinality for c in profiles()[preset.profile].categorical]
+    columns = profiles()[preset.profile].categorical
+    sizes = args.cardinalities or [column.cardinality for column in columns]
+    bag_sizes = args.bag_sizes or (None if args.cardinalities else preset.bag_sizes)
+    tsv = args.format == "tsv"
+    if tsv and bag_sizes:
+        raise ValueError("a Criteo TSV file has one id in a column: write bags as Parquet")
+    if tsv and len(sizes) != len(columns):
+        raise ValueError(
+            f"there are {len(sizes)} cardinalities, but a Criteo TSV file has {len(columns)} "
+            "columns C1..C26; write Parquet for another number"
+        )
     with tqdm(total=rows, unit="row", unit_scale=True, disable=None) as bar:
 
         def progress(done: int) -> None:
@@ -156,19 +178,100 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
             args.output,
             rows=rows,
             like=preset.profile,
-            bag_sizes=args.bag_sizes or (None if args.cardinalities else preset.bag_sizes),
+            bag_sizes=bag_sizes,
             cardinalities=[min(size, cap or size) for size in sizes],
             fractions=args.fractions or preset.fractions,
             seed=args.seed,
             auc=args.auc,
             positives=args.positives,
             drift=args.drift,
-            format=args.format,
             device=None if args.device == "auto" else args.device,
             threads=args.threads,
             progress=progress,
+            writer=write_tsv if tsv else write_parquet,
+            meta_file=TSV_META_FILE if tsv else META_FILE,
         )
     return meta, rows
+
+
+def write_tsv(
+    directory: Path,
+    generator: Generator,
+    splits: Mapping[str, range],
+    threads: int,
+    progress: Progress,
+    *,
+    tables: Sequence[Categorical],
+    seed: int,
+) -> tuple[dict[str, Split], dict[str, np.ndarray]]:
+    """Write all rows in order as one raw TSV file, in chunks, of which several are made at a time.
+
+    Returns the same as :func:`~dlrm.data.synthetic.writers.write_parquet`.
+    """
+    tokens = Tokens(generator, seed)
+    jobs = [
+        (split, range(start, min(start + GROUP_ROWS, rows.stop)))
+        for split, rows in splits.items()
+        for start in range(rows.start, rows.stop, GROUP_ROWS)
+    ]
+
+    def encode(job: tuple[str, range]) -> tuple[bytes, np.ndarray]:
+        rows = generator.rows(job[1].start, job[1].stop)
+        return _tsv(rows, tokens), tally(rows)
+
+    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
+    with open(directory / TSV_FILE, "wb") as file:
+        results = map_in_order(encode, jobs, threads)
+        for (split, rows), (text, added) in zip(jobs, results, strict=True):
+            file.write(text)
+            counts[split] += added
+            progress(len(rows))
+    return {split: split_of([TSV_FILE], counts[split]) for split in splits}, counts
+
+
+class Tokens:
+    """The raw value of each id: 32 bits as 8 hex digits, different for different ids.
+
+    The ids of all columns are numbered consecutively, and a bijection of 32-bit integers (the
+    finalizer of MurmurHash3) scatters these numbers.
+    """
+
+    def __init__(self, generator: Generator, seed: int) -> None:
+        columns = generator.categorical
+        sizes = [column.cardinality for column in columns]
+        self.missing = [column.missing_rank if column.missing else None for column in columns]
+        self.offsets = np.cumsum([0, *sizes])
+        self.key = np.uint32(int(hashed(seed, 5, 1)) & 0xFFFFFFFF)
+
+    def values(self, column: int, ids: np.ndarray) -> np.ndarray:
+        """Raw values of ``ids [B]`` of a column, uint32 ``[B]``."""
+        x = (ids + self.offsets[column]).astype(np.uint32) ^ self.key
+        x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+    def text(self, column: int, ids: np.ndarray) -> pa.Array:
+        """Raw values of ``ids [B]`` as 8 hex digits, null for missing."""
+        digits = self.values(column, ids).astype(">u4").tobytes().hex().encode()
+        offsets = np.arange(0, 8 * len(ids) + 1, 8, dtype=np.int32)
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(digits)]
+        if (missing := self.missing[column]) is not None:
+            buffers[0] = pa.py_buffer(np.packbits(ids != missing, bitorder="little"))
+        return pa.Array.from_buffers(pa.string(), len(ids), buffers)
+
+
+def _tsv(rows: GeneratedRows, tokens: Tokens) -> bytes:
+    """Label, integers and tokens, separated by tabs; missing values are empty."""
+    columns = [pa.array(rows.labels.cpu().numpy())]
+    for values, missing in zip(rows.dense.cpu(), rows.missing.cpu(), strict=True):
+        columns.append(pa.array(values.numpy(), mask=missing.numpy()))
+    for column, ids in enumerate(rows.ids.cpu()):
+        columns.append(tokens.text(column, ids.numpy()))
+    table = pa.Table.from_arrays(columns, names=[str(number) for number in range(len(columns))])
+    options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    buffer = BytesIO()
+    pa.csv.write_csv(table, buffer, options)
+    return buffer.getvalue()
 
 
 def make_and_report(args: argparse.Namespace) -> None:

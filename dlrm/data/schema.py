@@ -266,9 +266,9 @@ class Meta(Closed):
         safe = re.sub(r'[\x00-\x1f%/\\:*?"<>|]|^\.', lambda found: f"%{ord(found[0]):02X}", name)
         return f"vocabulary/{safe}.parquet"
 
-    def write(self, directory: str | os.PathLike[str]) -> Path:
+    def write(self, directory: str | os.PathLike[str], file: str = META_FILE) -> Path:
         """Write ``meta.json`` into ``directory`` atomically; returns its path."""
-        path = Path(directory) / META_FILE
+        path = Path(directory) / file
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
         return path

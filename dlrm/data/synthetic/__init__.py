@@ -5,7 +5,6 @@ from dlrm.data.synthetic.dataset import (
     DEMO_FRACTIONS,
     DEMO_ROWS,
     MAX_CARDINALITY,
-    TSV_META_FILE,
     write,
     write_demo,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "DEMO_FRACTIONS",
     "DEMO_ROWS",
     "MAX_CARDINALITY",
-    "TSV_META_FILE",
     "write",
     "write_demo",
 ]

@@ -8,14 +8,11 @@ with any number of threads.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -25,7 +22,7 @@ from dlrm.data.synthetic.distributions import Distribution, Profile, profiles
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import best_metrics
 from dlrm.data.synthetic.multi_hot import with_bag_sizes
-from dlrm.data.synthetic.writers import write_parquet, write_tsv
+from dlrm.data.synthetic.writers import Writer, write_parquet
 from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
@@ -33,7 +30,6 @@ from dlrm.utils.messages import did_you_mean
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
 MAX_CARDINALITY = 1 << 27  # the limit of the fixed-point numbers in the quantile tables
 MAX_DRIFT = 8  # up to this, the sum of the slopes of a row is exact in float32
-TSV_META_FILE = "synthetic.json"
 
 
 def write(
@@ -48,26 +44,25 @@ def write(
     auc: float = 0.80,
     positives: float = 0.256,
     drift: float = 0.0,
-    format: Literal["parquet", "tsv"] = "parquet",
     device: str | None = None,
     threads: int | None = None,
     progress: Callable[[int], object] = lambda rows: None,
+    writer: Writer = write_parquet,
+    meta_file: str = META_FILE,
 ) -> Meta:
     """Write a synthetic data set into ``directory``; on an error, nothing is left behind.
 
     Parquet files are like those of ``prepare_criteo`` with the transform log(x + 1): ids are in
-    order of falling frequency, and "missing" has its rank among them. TSV is a single file
-    ``train.txt``, with the splits one after another, and a ``synthetic.json`` next to it.
+    order of falling frequency, and "missing" has its rank among them.
 
     Args:
         directory: directory to create; it may exist if it is empty.
         rows: number of rows of all splits together.
         like: profile of the distributions of the columns, ``kaggle`` or ``terabyte``.
         cardinalities: rows of each table; by default those of the profile. A smaller table keeps
-            the most frequent values. TSV needs 26.
+            the most frequent values.
         bag_sizes: number of ids of each column in a row: one on which the label depends, and
-            others, see :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot,
-            as they must be in TSV.
+            others, see :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot.
         fractions: shares of train, val and test; by default the reference protocol, see
             :func:`~dlrm.data.splits.split_by_days`.
         seed: seed of everything random.
@@ -75,10 +70,11 @@ def write(
         positives: expected share of label 1.
         drift: how much the effects of ids change from the first row to the last. It is the standard
             deviation of the change to either side of the middle, divided by that of the effects.
-        format: ``parquet`` or ``tsv``.
         device: device that generates the rows, ``cpu`` or ``cuda``; by default a GPU if available.
-        threads: files (chunks of TSV) written at a time; by default one per core.
+        threads: files written at a time; by default one per core.
         progress: called with the number of rows just written, by several threads.
+        writer: writes the rows in another format.
+        meta_file: name of the meta file.
 
     Returns:
         The meta data, with the metrics of the label model on each split in ``planted``.
@@ -88,13 +84,11 @@ def write(
     """
     threads = cpu_count() if threads is None else threads
     profile = _profile(like)
-    _check(rows, fractions, seed, auc, positives, drift, format, device, threads)
+    _check(rows, fractions, seed, auc, positives, drift, device, threads)
 
-    categorical = _columns(profile, cardinalities, format)
+    categorical = _columns(profile, cardinalities)
     tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)
     if bag_sizes:
-        if format == "tsv":
-            raise ValueError("a Criteo TSV file has one id in a column: write bags as Parquet")
         tables = with_bag_sizes(tables, bag_sizes)
     if fractions is None:
         ranges = split_by_days([rows])
@@ -118,12 +112,9 @@ def write(
             device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
             drift=drift,
         )
-        work = (temporary, generator, ranges, threads, progress)
-        if format == "parquet":
-            splits, counts = write_parquet(*work, tables=tables, seed=seed)
-        else:
-            splits, counts = write_tsv(*work, seed=seed)
-
+        splits, counts = writer(
+            temporary, generator, ranges, threads, progress, tables=tables, seed=seed
+        )
         probabilities = generator.label_model.probabilities
         meta = Meta(
             dense=tuple(column.name for column in profile.dense),
@@ -132,10 +123,7 @@ def write(
             options=options,
             planted={split: best_metrics(counts[split], probabilities) for split in SPLITS},
         )
-        if format == "parquet":
-            meta.write(temporary)
-        else:
-            (temporary / TSV_META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n")
+        meta.write(temporary, meta_file)
     return meta
 
 
@@ -169,17 +157,10 @@ def _profile(like: str) -> Profile:
     return profiles()[like]
 
 
-def _columns(
-    profile: Profile, cardinalities: Sequence[int] | None, format: str
-) -> list[Distribution]:
+def _columns(profile: Profile, cardinalities: Sequence[int] | None) -> list[Distribution]:
     """The distribution of each categorical column, resized to the cardinalities."""
     if cardinalities is None:
         return list(profile.categorical)
-    if format == "tsv" and len(cardinalities) != len(profile.categorical):
-        raise ValueError(
-            f"there are {len(cardinalities)} cardinalities, but a Criteo TSV file has "
-            f"{len(profile.categorical)} columns C1..C26; write Parquet for another number"
-        )
     if not cardinalities:
         raise ValueError("there are no cardinalities, at least one table is needed")
 
@@ -203,7 +184,7 @@ def _large_enough(profile: Profile, number: int, size: int) -> Distribution:
 
 def _check(
     rows: int, fractions: Sequence[float] | None, seed: int, auc: float, positives: float,
-    drift: float, format: str, device: str | None, threads: int,
+    drift: float, device: str | None, threads: int,
 ) -> None:  # fmt: skip
     """Raise unless all arguments are in their ranges."""
     kind = (device or "cpu").partition(":")[0]
@@ -214,7 +195,6 @@ def _check(
     rules = {
         "rows": (rows, rows >= 1, "at least 1"),
         "seed": (seed, 0 <= seed < 2**63, "at least 0 and below 2**63"),
-        "format": (format, format in ("parquet", "tsv"), "parquet or tsv"),
         "auc": (auc, 0.5 <= auc < 1, "at least 0.5 and below 1"),
         "positives": (positives, 0 < positives < 1, "between 0 and 1"),
         "drift": (drift, 0 <= drift <= MAX_DRIFT, f"0 to {MAX_DRIFT}"),

@@ -18,7 +18,7 @@ from dlrm.data.synthetic import dataset
 from dlrm.data.synthetic.distributions import (
     profiles,
 )
-from dlrm.data.synthetic.writers import GROUP_ROWS, Tokens
+from dlrm.data.synthetic.multi_hot import GROUP_ROWS
 
 KAGGLE = profiles()["kaggle"]
 
@@ -115,7 +115,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 
 def test_same_arguments_give_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrm.data.synthetic.writers.GROUP_ROWS", 500)
+    monkeypatch.setattr("dlrm.data.synthetic.multi_hot.GROUP_ROWS", 500)
     monkeypatch.setattr("dlrm.data.synthetic.writers.FILE_GROUPS", 2)
     for name, options in {"a": {"threads": 1}, "b": {"threads": 3}, "c": {"seed": 1}}.items():
         synthetic.write(tmp_path / name, rows=6_000, **options)
@@ -138,7 +138,7 @@ def test_threads_of_torch_are_left_as_they_were(tmp_path):
 
 
 def test_own_law_or_the_next_larger_one():
-    tables = dataset._columns(KAGGLE, [50_000, 583, 40_000_000], "parquet")
+    tables = dataset._columns(KAGGLE, [50_000, 583, 40_000_000])
     assert [column.name for column in tables] == ["C1", "C2", "C3"]
     assert [column.cardinality for column in tables] == [50_000, 583, 40_000_000]
     assert tables[0].cdf[1] == pytest.approx(KAGGLE.categorical[9].cdf[1], rel=0.2)  # C10's
@@ -146,8 +146,8 @@ def test_own_law_or_the_next_larger_one():
     assert tables[2].cdf == KAGGLE.categorical[2].cdf
 
 
-def test_tokens_are_injective_and_use_all_32_bits(kaggle):
-    tokens = Tokens(kaggle, seed=0)
+def test_tokens_are_injective_and_use_all_32_bits(kaggle, script):
+    tokens = script("make_synthetic").Tokens(kaggle, seed=0)
     values = np.concatenate(
         [
             tokens.values(c, np.arange(min(column.cardinality, 50_000)))
@@ -165,9 +165,21 @@ def test_tokens_are_injective_and_use_all_32_bits(kaggle):
 def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
     options = {"rows": 6_000, "seed": 3, "fractions": (0.6, 0.2, 0.2)}
     meta = synthetic.write(tmp_path / "parquet", **options)
-    raw_meta = synthetic.write(tmp_path / "tsv", format="tsv", **options)
+    program = [
+        "--like",
+        "kaggle",
+        "--rows",
+        "6000",
+        "--seed",
+        "3",
+        "--fractions",
+        "0.6",
+        "0.2",
+        "0.2",
+    ]
+    program += ["--format", "tsv", "--output", str(tmp_path / "tsv")]
+    assert script("make_synthetic").main(program) == 0
     assert sorted(contents(tmp_path / "tsv")) == ["synthetic.json", "train.txt"]
-    assert raw_meta.planted == meta.planted
     assert json.loads((tmp_path / "tsv/synthetic.json").read_text())["planted"] == meta.planted
     raw = script("calibrate_synthetic").read_sample(tmp_path / "tsv/train.txt")
     made = pd.concat(read(tmp_path / "parquet", meta, s) for s in ("train", "val", "test"))
@@ -192,7 +204,6 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
     [
         ({"rows": 0}, "rows is 0, it must be at least 1"),
         ({"like": "kagle"}, "did you mean 'kaggle'"),
-        ({"format": "csv"}, "format is 'csv', it must be parquet or tsv"),
         ({"auc": 1.0}, "auc is 1.0"),
         ({"positives": 0}, "positives is 0, it must be between 0 and 1"),
         ({"fractions": (float("nan"), 0.5, 0.5)}, "fractions is .* add up to 1"),
@@ -203,7 +214,6 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
         ({"cardinalities": []}, "there are no cardinalities"),
         ({"cardinalities": [5, 0]}, "the cardinality of C2 is 0, it must be 1 to"),
         ({"cardinalities": [1 << 28]}, "the cardinality of C1 is 268435456"),
-        ({"cardinalities": [5], "format": "tsv"}, "there are 1 cardinalities, .* columns C1..C26"),
         ({"device": "tpu"}, "device is 'tpu', it must be cpu or cuda"),
         ({"threads": 0}, "threads is 0"),
     ],
@@ -228,13 +238,12 @@ def test_a_directory_that_holds_something_is_left_alone(tmp_path):
     assert contents(tmp_path / "d") == {"mine": b"kept"}
 
 
-@pytest.mark.parametrize("format", ["parquet", "tsv"])
-def test_nothing_half_written_stays(tmp_path, format):
+def test_nothing_half_written_stays(tmp_path):
     def fail(rows):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        synthetic.write(tmp_path / "d", rows=10, format=format, progress=fail)
+        synthetic.write(tmp_path / "d", rows=10, progress=fail)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,12 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dlrm.data import synthetic
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.data.synthetic.distributions import (
     profiles,
 )
-from dlrm.data.synthetic.writers import Tokens
 
 ROOT = Path(__file__).parents[3]
 KAGGLE = profiles()["kaggle"]
@@ -41,6 +39,9 @@ def test_program_writes_and_reports(tmp_path, capsys, script):
         (["--like", "kagle"], "invalid choice: 'kagle'"),
         (["--rows", "0"], "rows is 0, it must be at least 1"),
         (["--cap", "0"], "--cap is 0, it must be at least 1"),
+        (["--format", "csv"], "invalid choice: 'csv'"),
+        (["--format", "tsv", "--cardinalities", "5"], "there are 1 cardinalities, but a Criteo"),
+        (["--format", "tsv", "--bag-sizes", "2"], "a Criteo TSV file has one id in a column"),
     ],
 )
 def test_program_reports_mistakes_in_one_line(tmp_path, capsys, arguments, message, script):
@@ -59,7 +60,7 @@ def test_program_reports_mistakes_in_one_line(tmp_path, capsys, arguments, messa
 def test_calibration_recovers_a_distribution(kaggle, tmp_path, script):
     """Fitted to a synthetic raw sample, the profile comes out as the one it was drawn from."""
     calibrate = script("calibrate_synthetic")
-    made, tokens = kaggle.rows(0, 20_000), Tokens(kaggle, seed=0)
+    made, tokens = kaggle.rows(0, 20_000), script("make_synthetic").Tokens(kaggle, seed=0)
     sample = pd.DataFrame({"label": made.labels.numpy()})
     for column, values, missing in zip(KAGGLE.dense, made.dense, made.missing, strict=True):
         sample[column.name] = np.where(missing, np.nan, values)
@@ -80,7 +81,8 @@ def test_calibration_recovers_a_distribution(kaggle, tmp_path, script):
 
 @pytest.mark.slow
 def test_calibration_draws_the_fit(tmp_path, script):
-    synthetic.write(tmp_path / "d", rows=2_000, format="tsv")
+    make = script("make_synthetic").main
+    assert make(["--output", str(tmp_path / "d"), "--rows", "2000", "--format", "tsv"]) == 0
     calibrate, image = script("calibrate_synthetic"), tmp_path / "fit.png"
     calibrate.plot(image, calibrate.read_sample(tmp_path / "d/train.txt"), KAGGLE)
     assert image.stat().st_size > 50_000
