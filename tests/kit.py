@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dlrm.data import synthetic
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
@@ -149,3 +151,42 @@ def write_criteo(path: Path, rows: Sequence[Sequence[str]]) -> Path:
     """Write rows of fields as a raw log of Criteo."""
     path.write_text("".join("\t".join(row) + "\n" for row in rows))
     return path
+
+
+def write_synthetic(directory: Path, rows: int) -> Path:
+    """Write synthetic data of Criteo's shape, with some larger tables."""
+    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
+    given: dict[str, Any] = {"cardinalities": cardinalities, "fractions": [0.8, 0.1, 0.1]}
+    synthetic.write(directory, rows=rows, device="cpu", **given)
+    return directory
+
+
+def log_lines(run: Path) -> list[dict[str, Any]]:
+    """The logged lines of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The logged losses of a run by step, each of which is logged once."""
+    logged = [(x["step"], x["train/loss"]) for x in log_lines(run) if "train/loss" in x]
+    assert len(dict(logged)) == len(logged), "a step is logged twice"
+    return dict(logged)
+
+
+def metrics_of(run: Path) -> dict[str, Any]:
+    """The final metrics of a run."""
+    return dict(json.loads((run / "result.json").read_text())["metrics"])
+
+
+def wait_for(path: Path, text: str, process: Any) -> None:
+    """Wait until a file contains a text; the process that writes it must not end before."""
+    until = time.monotonic() + 120
+    while not (path.exists() and text in path.read_text()):
+        assert process.poll() is None, f"it ended before {path} had {text}"
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]

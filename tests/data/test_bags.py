@@ -70,12 +70,13 @@ def ragged(directory, rows=ROWS, group=64):
         "R2": [[row % 90] * (row % 3) for row in range(rows)],
     }
     nulls = [None if row % 10 == 0 else bag for row, bag in enumerate(bags["R1"])]
-    columns = {**bags, "R1": nulls, "C1": [bag[0] for bag in bags["C1"]]}
+    unknown = [[None if i == 89 else i for i in bag] for bag in bags["R2"]]
+    columns = {**bags, "R1": nulls, "C1": [bag[0] for bag in bags["C1"]], "R2": unknown}
     tables = [
         Categorical(name="R1", cardinality=90, multi_hot=True),
         Categorical(name="H1", cardinality=90, multi_hot=True, bag_size=2),
         Categorical(name="C1", cardinality=90),
-        Categorical(name="R2", cardinality=90, multi_hot=True),
+        Categorical(name="R2", cardinality=90, multi_hot=True, oov_id=89),
     ]
     write(directory, tables, columns, group)
     return [[bag or [] for bag in nulls], *list(bags.values())[1:]]
@@ -97,7 +98,8 @@ def same(left, right):
     """Whether two runs of batches are equal bit by bit."""
     for a, b in zip(left, right, strict=True):
         for name in ("dense", "ids", "labels", "offsets"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
+            one, other = getattr(a, name), getattr(b, name)
+            assert one is other is None or torch.equal(one, other), name
         assert (a.bounds, a.bag_sizes, a.ids.dtype) == (b.bounds, b.bag_sizes, b.ids.dtype)
 
 
@@ -229,8 +231,14 @@ def test_shared_offsets_can_be_saved_for_backward():
     assert not offsets.is_inference()
 
 
+def one_hot(directory):
+    """Data without bags."""
+    ids = np.random.default_rng(2).integers(0, 50, ROWS)
+    write(directory, [Categorical(name="C1", cardinality=50)], {"C1": ids})
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("data", [fixed, ragged])
+@pytest.mark.parametrize("data", [fixed, ragged, one_hot])
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "window": 3}, {}])
 def test_bags_on_the_gpu(tmp_path, data, options):
     data(tmp_path)
@@ -243,6 +251,7 @@ def test_bags_on_the_gpu(tmp_path, data, options):
         for batch in loader:
             assert batch.labels.is_cuda
             torch.cuda._sleep(1_000_000)  # the consumer lags behind; batches must not change
-            tensors = (batch.dense * 1, batch.ids * 1, batch.labels * 1, batch.offsets * 1)
+            offsets = None if batch.offsets is None else batch.offsets * 1
+            tensors = (batch.dense * 1, batch.ids * 1, batch.labels * 1, offsets)
             copies.append(Batch(*tensors, bounds=batch.bounds, bag_sizes=batch.bag_sizes))
         same([copy.to("cpu", non_blocking=False) for copy in copies], list(host))

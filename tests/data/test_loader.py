@@ -14,7 +14,6 @@ import torch
 
 from dlrm.data import loader as loader_module
 from dlrm.data import shuffle
-from dlrm.data.batch import Batch
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
@@ -389,55 +388,6 @@ def test_nulls(tmp_path):
     np.testing.assert_array_equal(batch.ids[0], np.where(hole, 7, source["C1"]))
 
 
-def bags(rows=ROWS):
-    """Bags of no to four ids; every tenth is null."""
-    random = np.random.default_rng(1)
-    lists = [random.integers(0, 90, random.integers(0, 5)).tolist() for _ in range(rows)]
-    return [None if i % 10 == 0 else bag for i, bag in enumerate(lists)]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int32())])
-def test_multi_hot(tmp_path, kind, shuffle):
-    source, lists = columns(), bags()
-    tables = [
-        Categorical(name="C1", cardinality=50),
-        Categorical(name="H1", cardinality=90, multi_hot=True),
-        Categorical(name="C2", cardinality=3000),
-        Categorical(name="H2", cardinality=91, multi_hot=True, oov_id=90),
-    ]
-    pairs = [[i % 90, None] for i in range(ROWS)]
-    more = {"H1": pa.array(lists, kind), "H2": pa.array(pairs, pa.list_(pa.int32()))}
-    write(tmp_path, {**source, **more}, categorical=tables)
-    loader = BatchLoader(tmp_path, "train", batch_size=150, shuffle=shuffle, window=3)
-    batches = list(loader)
-    assert sorted(rows(batches)) == list(range(ROWS))
-    for batch in batches:
-        assert batch.ids.dtype == torch.int32
-        assert batch.offsets.dtype == torch.int64
-        assert batch.offsets.shape == (4 * batch.size + 1,)
-        assert list(batch.to("cpu").bounds) == batch.offsets[:: batch.size].tolist()
-        got = [bag.tolist() for bag in torch.tensor_split(batch.ids, batch.offsets[1:-1])]
-        these = rows([batch])
-        expected = [[source["C1"][row]] for row in these]
-        expected += [lists[row] or [] for row in these]
-        expected += [[source["C2"][row]] for row in these]
-        expected += [[row % 90, 90] for row in these]
-        assert got == expected
-
-
-def test_multi_hot_over_ranks(tmp_path):
-    tables = [Categorical(name="H1", cardinality=90, multi_hot=True)]
-    write(tmp_path, {**columns(7), "H1": bags(7)}, categorical=tables, row_group_size=2)
-    last = [
-        list(BatchLoader(tmp_path, "train", batch_size=2, rank=r, world_size=3))[-1]
-        for r in range(3)
-    ]
-    assert [batch.size for batch in last] == [1, 0, 0]
-    assert last[2].offsets.tolist() == [0]
-    assert last[2].ids.shape == (0,)
-
-
 def test_other_names_and_no_dense_columns(tmp_path):
     source = columns()
     data = {"clicked": source["label"], "item": source["C1"]}
@@ -491,17 +441,11 @@ def test_errors_of_readers_reach_the_consumer(tmp_path):
     assert not readers()
 
 
-def test_counts_the_time_waited(data):
-    loader = BatchLoader(data, "train", batch_size=10)
-    began = time.perf_counter()
-    list(loader)
-    assert 0 < loader.wait_seconds < time.perf_counter() - began
-
-
 ILL_TYPED = {
     "string ids": ({"C2": ["a"] * ROWS}, "'C2' is string, it must be an integer"),
     "float ids": ({"C2": np.ones(ROWS)}, "'C2' is double, it must be an integer"),
     "listed ids": ({"C2": [[1]] * ROWS}, r"'C2' is list<.*>, it must be an integer"),
+    "no bags": ({}, "'C1' is int32, it must be a list of integers"),
     "string dense": ({"I2": ["1"] * ROWS}, "'I2' is string, it must be a bool, integer or float"),
     "string label": ({"label": ["1"] * ROWS}, r"'label' is string, it must be .* \(the label\)"),
 }
@@ -510,14 +454,9 @@ ILL_TYPED = {
 @pytest.mark.parametrize("kind", ILL_TYPED)
 def test_wrong_types_are_found_at_once(tmp_path, kind):
     changed, message = ILL_TYPED[kind]
-    write(tmp_path, {**columns(), **changed})
+    bags = [Categorical(name="C1", cardinality=50, multi_hot=True)] if kind == "no bags" else None
+    write(tmp_path, {**columns(), **changed}, categorical=bags)
     with pytest.raises(ValueError, match=rf"train_0.parquet: column {message}"):
-        BatchLoader(tmp_path, "train", batch_size=10)
-
-
-def test_one_hot_column_where_bags_are_expected(tmp_path):
-    write(tmp_path, columns(), categorical=[Categorical(name="C1", cardinality=50, multi_hot=True)])
-    with pytest.raises(ValueError, match="'C1' is int32, it must be a list of integers"):
         BatchLoader(tmp_path, "train", batch_size=10)
 
 
@@ -641,9 +580,6 @@ def test_unknown_and_empty_split(data):
 def test_bad_options(data, options, message):
     with pytest.raises(ValueError, match=message):
         BatchLoader(data, "train", **{"batch_size": 10, **options})
-
-
-def test_bad_epoch(data):
     with pytest.raises(ValueError, match="epoch is -1, it must not be negative"):
         BatchLoader(data, "train", batch_size=10).set_epoch(-1)
 
@@ -693,27 +629,6 @@ def test_a_position_inside_of_a_run(data):
     again.load_state_dict(state)
     rest = list(again)
     assert same([begun[4], *batches], rest)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("multi_hot", [False, True])
-def test_batches_on_the_gpu(tmp_path, multi_hot):
-    tables = [Categorical(name="C1", cardinality=50)]
-    if multi_hot:
-        tables.append(Categorical(name="H1", cardinality=90, multi_hot=True))
-    write(tmp_path, {**columns(), "H1": bags()}, categorical=tables)
-    options = {"batch_size": 64, "shuffle": True, "window": 3}
-    host = list(BatchLoader(tmp_path, "train", **options))
-    loader = BatchLoader(tmp_path, "train", device="cuda", **options)
-    copies = []
-    for batch in loader:
-        assert batch.labels.is_cuda
-        torch.cuda._sleep(1_000_000)  # the consumer's stream lags behind; batches must not change
-        offsets = None if batch.offsets is None else batch.offsets.clone()
-        copies.append(Batch(batch.dense * 1, batch.ids * 1, batch.labels * 1, offsets))
-    copies = [copy.to("cpu", non_blocking=False) for copy in copies]
-    assert same(copies, host)
-    assert not multi_hot or torch.equal(copies[3].offsets, host[3].offsets)
 
 
 @pytest.mark.gpu

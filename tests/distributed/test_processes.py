@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm.data import synthetic
 from dlrm.distributed.world import World
 from dlrm.training.checkpoint import read_index
 from dlrm.utils.device import pick_device
+from tests.kit import children, losses, metrics_of, wait_for, write_synthetic
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -47,22 +47,7 @@ def real_torchrun(processes, *arguments):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data") / "synthetic"
-    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
-    synthetic.write(directory, rows=4001, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
-    return directory
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run):
-    return {line["step"]: line["train/loss"] for line in lines(run) if "train/loss" in line}
-
-
-def result(run):
-    return json.loads((run / "result.json").read_text())["metrics"]
+    return write_synthetic(tmp_path_factory.mktemp("data") / "synthetic", rows=4001)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -114,12 +99,12 @@ def test_a_run_of_several_processes(run, torchrun, data, tmp_path):
     assert "exchange by collectives" in done.stdout
     assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
     # bytes are of all processes; each part of a row that is cut by columns counts its own steps
-    one, three = (result(tmp_path / name) for name in ("one", "two"))
+    one, three = (metrics_of(tmp_path / name) for name in ("one", "two"))
     for name, rel in (("embeddings/bytes", 0), ("embeddings/optimizer_bytes", 1e-3)):
         assert three[name] == pytest.approx(one[name], rel=rel)
     # the metrics of one process given the same weights, to the last digit
     measured = run("evaluate", tmp_path / "two", data, "--device", "cpu").stdout
-    metrics = result(tmp_path / "two")
+    metrics = metrics_of(tmp_path / "two")
     for name, value in json.loads(measured).items():
         if name not in ("split", "rows"):
             assert metrics[f"test/{name}"] == pytest.approx(value, abs=1e-7), name
@@ -140,26 +125,13 @@ def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
     done = torchrun(3, "train", "--resume", tmp_path / "two", "--max_steps", "30")
     assert done.returncode == 0, done.stderr
 
-    expected = result(tmp_path / "one")
+    expected = metrics_of(tmp_path / "one")
     assert expected["ids/evicted"] > 100
     for name in ("two", "again"):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-        found = result(tmp_path / name)
+        found = metrics_of(tmp_path / name)
         for value in [*(n for n in expected if n.startswith("ids/")), "embeddings/bytes"]:
             assert found[value] == expected[value]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
-    """Of the shape of a state with one number a row, which Adam has too."""
-    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
-    common += ["--model.embedding_dim", "2", "--optim.embeddings", "adam", "--max_steps", "6"]
-    done = torchrun(2, "train", *common, "--sharding.by", "column", "--sharding.threshold", "0")
-    assert done.returncode == 0, done.stderr
-    found = run("evaluate", tmp_path / "run", data, "--device", "cpu").stdout
-    assert json.loads(found)["auc"] == pytest.approx(result(tmp_path / "run")["test/auc"], abs=1e-7)
-    run("train", "--resume", tmp_path / "run", "--max_steps", "8")
-    assert max(losses(tmp_path / "run")) == 8
 
 
 @pytest.mark.slow
@@ -168,9 +140,12 @@ def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     [
         ["--tables.dtype", "int8", "--sharding.threshold", "0", "--sharding.by", "row"],
         ["--emb", "auto", "--budget", "4x", "--sharding.threshold", "20"],  # some of each kind
+        # Pieces of one column have the shape of a state with one number a row.
+        ["--model.embedding_dim", "2", "--optim.embeddings", "adam", "--sharding.by", "column",
+         "--sharding.threshold", "0"],
     ],
-    ids=["rows", "auto"],
-)
+    ids=["rows", "auto", "columns"],
+)  # fmt: skip
 def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(
     run, torchrun, data, tmp_path, options
 ):
@@ -179,22 +154,13 @@ def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(
     assert done.returncode == 0, done.stderr
     assert "rank 1: " in done.stdout
     found = run("evaluate", tmp_path / "run", data, "--device", "cpu").stdout
-    assert json.loads(found)["auc"] == pytest.approx(result(tmp_path / "run")["test/auc"], abs=1e-7)
+    assert json.loads(found)["auc"] == pytest.approx(
+        metrics_of(tmp_path / "run")["test/auc"], abs=1e-7
+    )
     run("train", "--resume", tmp_path / "run", "--max_steps", "8")
     done = torchrun(3, "train", "--resume", tmp_path / "run", "--max_steps", "10")
     assert done.returncode == 0, done.stderr
     assert max(losses(tmp_path / "run")) == 10
-
-
-def child_at_step(step, process, run):
-    """A process that torchrun started, when a run has logged a step."""
-    log, deadline = run / "metrics.jsonl", time.time() + 120
-    while time.time() < deadline and process.poll() is None:
-        if log.exists() and f'"step": {step},' in log.read_text():
-            break
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(children[-1])
 
 
 @pytest.mark.slow
@@ -203,8 +169,8 @@ def test_killed_and_resumed_equals_uninterrupted(torchrun, data, tmp_path):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30", "--patience", "0"]
     common += ["--emb", "tt", "--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"]
     process = real_torchrun(2, "train.py", *common, "--name", "killed")
-    child = child_at_step(33, process, tmp_path / "killed")
-    os.kill(child, signal.SIGKILL)
+    wait_for(tmp_path / "killed" / "metrics.jsonl", '"step": 33,', process)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "SIGKILL" in error
@@ -221,9 +187,9 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(start, torchrun, d
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30", "--emb", "paged"]
     common[common.index("--eval_every") + 1] = "1000"
     process = start("train", *common, "--name", "run", processes=2)
-    child = child_at_step(33, process, tmp_path / "run")
+    wait_for(tmp_path / "run" / "metrics.jsonl", '"step": 33,', process)
     began = time.time()
-    os.kill(child, signal.SIGTERM)
+    os.kill(children(process.pid)[1], signal.SIGTERM)
     process.wait()
     assert time.time() - began < 10
     assert len(re.findall("exitcode *: 143", process.stderr)) >= 1, process.stderr
@@ -297,7 +263,7 @@ def test_metrics_are_printed_by_one_process(run, torchrun, data, tmp_path):
           "--max_steps", "1")  # fmt: skip
     done = torchrun(2, "evaluate", tmp_path / "run", data, "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["auc"] == result(tmp_path / "run")["test/auc"]
+    assert json.loads(done.stdout)["auc"] == metrics_of(tmp_path / "run")["test/auc"]
     done = torchrun(2, "evaluate", tmp_path, data)
     assert done.returncode == 1
     assert done.stderr.count("error: ") == 1, done.stderr

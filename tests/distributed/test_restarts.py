@@ -1,6 +1,5 @@
 """Jobs of torchrun that go on after a process or a host is lost, with fewer or more of them."""
 
-import json
 import os
 import re
 import signal
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm.data import synthetic
 from dlrm.distributed.world import agree_on_attempt
+from tests.kit import children, losses, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -25,23 +24,13 @@ OPTIONS += " --optim.warmup_steps 5 --log_every 1 --eval_every 10 --eval_batch_s
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data") / "synthetic"
-    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
-    synthetic.write(directory, rows=4001, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
-    return directory
+    return write_synthetic(tmp_path_factory.mktemp("data") / "synthetic", rows=4001)
 
 
 @pytest.fixture
 def given(data, tmp_path):
     """The options of a run."""
     return lambda *more: [*OPTIONS.split(), "--data", data, "--output", tmp_path, *more]
-
-
-def losses(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
-    assert len({step for step, _ in logged}) == len(logged), "a step is logged twice"
-    return dict(logged)
 
 
 def wait_for_step(process, output, step):
@@ -57,10 +46,6 @@ def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def kill_a_worker(pid, which):

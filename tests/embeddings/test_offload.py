@@ -1,7 +1,6 @@
 """Tables in host memory with a cache of rows: the same as dense ones to the last bit."""
 
 import copy
-import io
 import itertools
 import pickle
 import weakref
@@ -103,14 +102,6 @@ def assert_equal_states(groups, optimizers):
 def test_training_equals_dense_to_the_last_bit(cache_rows, windows):
     groups, optimizers = pair("adam", cache_rows)
     train(groups, optimizers, 50, windows)
-    assert_equal_states(groups, optimizers)
-
-
-@pytest.mark.slow
-def test_hundreds_of_steps_with_evictions_in_each_equal_dense():
-    groups, optimizers = pair("adam", 9)
-    train(groups, optimizers, 400)
-    assert groups[1].cache_stats()["bytes_out"] > 400 * 4 * DIM
     assert_equal_states(groups, optimizers)
 
 
@@ -290,14 +281,7 @@ def pickled(both):
     return pickle.loads(pickle.dumps(both))
 
 
-def saved(both):
-    file = io.BytesIO()
-    torch.save(both, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("optimizer_first", [False, True])
 def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first):
     (_, group), (_, optimizer) = pair("adam", 9)

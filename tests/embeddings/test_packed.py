@@ -8,7 +8,6 @@ import torch
 from dlrm.embeddings import EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import Budget, row_bytes
 from dlrm.embeddings.shared_rows import SharedRows
-from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import make_table_plan
@@ -89,7 +88,8 @@ def test_bags_and_gradients_are_those_of_the_rows(kind, dtype, mode, device):
 def losses(kind, dtype, device):
     """Of training to a common target by many small steps: most are below a scale."""
     torch.manual_seed(0)
-    group = build(kind, SIZES, 8, dtype=dtype, **CASES[kind]).to(device)
+    options = (CASES | {"tt": {"rank": 3, "keep": 9}})[kind]
+    group = build(kind, SIZES, 8, dtype=dtype, **options).to(device)
     optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.02)
     target = torch.randn(len(SIZES), 8, device=device) / 4
     found = []
@@ -103,12 +103,12 @@ def losses(kind, dtype, device):
     return found[0], sum(found[-20:]) / 20
 
 
-@first("kind", ["dense", "block", "drop", "hash", "short", "robe", "cafe"], slow=pytest.mark.slow)
+@first("kind", ["dense", "tt", *(kind for kind in CASES if kind != "dense")], slow=pytest.mark.slow)
 def test_training_moves_rows_as_in_fp32(kind, device):
     _, exact = losses(kind, None, device)
     for dtype, bound in (("int8", 0.02), ("int4", 0.1)):
         first, last = losses(kind, dtype, device)
-        assert last < exact + bound * first
+        assert last < min(exact + bound * first, first / 2)
 
 
 @every_kind
@@ -216,22 +216,6 @@ def test_tables_of_a_plan_have_types_of_their_own():
     assert kinds[2] == (None, torch.bfloat16)
     assert kinds[3] == (None, torch.float32)
     assert [sum(table.values()) for table in arch.footprint()] == [10, 18, 6 * 16, 131 * 32]
-
-
-@every_dtype
-def test_a_model_trains(dtype):
-    plan = [("dense", {})] * 2
-    model = DLRM(2, [30, 20], 8, plan, bottom_mlp=[8], top_mlp=[8], tables_dtype=dtype)
-    optimizer = RowOptimizer(model.parameters(), "adagrad", lr=0.1)
-    ids = torch.stack([torch.arange(20), torch.arange(20)])
-    labels = (torch.arange(20) % 2).float()
-    for _ in range(60):
-        logits = model(torch.zeros(2, 20), ids)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss < 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "int8", "int4"])

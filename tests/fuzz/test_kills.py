@@ -8,7 +8,7 @@ torchrun that ends is restarted by torchrun. A job that ends is resumed, or star
 no checkpoint yet.
 """
 
-import json
+import contextlib
 import os
 import random
 import re
@@ -16,16 +16,15 @@ import shutil
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.sparse_arch.table_plan import AUTO
 from dlrm.training import checkpoint
 from dlrm.training.run_directory import CHECKPOINTS, has_checkpoint
+from tests.kit import children, log_lines, losses, metrics_of, write_synthetic
 
 DEVICE = os.getenv("KILLS_DEVICE", "cpu")
 RANKS = (1, 2) if DEVICE == "cpu" else (1,)  # NCCL refuses processes that share a GPU
@@ -53,11 +52,7 @@ GRACE = 10  # seconds to leave after a signal, on a machine that does nothing el
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("data") / "synthetic"
-    rows = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
-    given = {"rows": 4001, "cardinalities": rows, "fractions": [0.8, 0.1, 0.1], "device": "cpu"}
-    synthetic.write(directory, **given)
-    return directory
+    return write_synthetic(tmp_path_factory.mktemp("data") / "synthetic", rows=4001)
 
 
 @pytest.mark.slow
@@ -84,8 +79,8 @@ def test_killed_runs_end_with_the_bits_of_whole_ones(number, start, data, tmp_pa
         if process.poll() is not None:
             break
         if who == "worker":
-            if workers := children(process.pid):
-                os.kill(rng.choice(workers), sent)
+            with contextlib.suppress(FileNotFoundError, IndexError):  # there are none at the moment
+                os.kill(rng.choice(children(process.pid)), sent)
             continue
         end(process, sent)
         if not has_checkpoint(run):
@@ -133,20 +128,11 @@ def end(process, sent):
     assert time.monotonic() - began < allowed
 
 
-def children(pid):
-    """The processes of the ranks under torchrun."""
-    try:
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    except OSError:
-        return []
-
-
 def outcome(run):
     """Losses by step, metrics and weights."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
-    assert len(found) == lines[-1]["step"]  # a run may stop early
-    metrics = json.loads((run / "result.json").read_text())["metrics"]
+    found: dict = losses(run)
+    assert len(found) == log_lines(run)[-1]["step"]  # a run may stop early
+    metrics = metrics_of(run)
     kept = ("test/", "val/", "last/", "embeddings/", "best_step")
     found |= {name: value for name, value in metrics.items() if name.startswith(kept)}
     for name in ("latest", "best"):

@@ -1,6 +1,5 @@
 """Raw rows are scored from the directory of a run alone, exactly as the same rows prepared."""
 
-import csv
 import gzip
 import json
 import shutil
@@ -21,6 +20,7 @@ from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.training import predictor
 from dlrm.training.checkpoint import read_index
+from tests.kit import write_rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
@@ -44,12 +44,8 @@ def test_a_gpu_gets_as_many_rows_at_a_time_as_fit_well(monkeypatch):
 
 
 def write_csv(path, rows, without=()):
-    with path.open("w", newline="") as file:
-        names = [name for name in rows[0] if name not in without]
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+    names = [name for name in rows[0] if name not in without]
+    return write_rows(path, {name: [row[name] for row in rows] for name in names})
 
 
 def scores(path):

@@ -1,12 +1,12 @@
 """What tests of train.py share: data, the program, runs that are only read."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
 
-from dlrm.data import synthetic
+from tests.kit import log_lines, metrics_of, write_synthetic
+from tests.kit import losses as logged_losses
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,10 +25,7 @@ KIND_OPTIONS = {
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Synthetic data, which no test writes to."""
-    directory = tmp_path_factory.mktemp("data") / "synthetic"
-    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
-    synthetic.write(directory, rows=12_000, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
-    return directory
+    return write_synthetic(tmp_path_factory.mktemp("data") / "synthetic", rows=12_000)
 
 
 @pytest.fixture
@@ -72,16 +69,16 @@ def two_steps(data, tmp_path_factory):
 @pytest.fixture
 def lines():
     """The logged lines of a run."""
-    return lambda run: [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    return log_lines
 
 
 @pytest.fixture
-def losses(lines):
+def losses():
     """The logged losses of a run by step."""
-    return lambda run: {x["step"]: x["train/loss"] for x in lines(run) if "train/loss" in x}
+    return logged_losses
 
 
 @pytest.fixture
 def result():
     """The final metrics of a run."""
-    return lambda run: json.loads((run / "result.json").read_text())["metrics"]
+    return metrics_of

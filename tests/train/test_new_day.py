@@ -12,6 +12,7 @@ from dlrm.data.criteo import Options, prepare
 from dlrm.data.prepare.vocabulary import Vocabulary
 from dlrm.data.schema import CRITEO_CATEGORICAL, Meta
 from dlrm.training.checkpoint import load_model
+from tests.kit import criteo_rows, read_splits, write_criteo
 
 ROWS = 600
 
@@ -19,17 +20,11 @@ ROWS = 600
 def write_day(path, day):
     """Rows of a day: some values of the days before are gone, others are new."""
     rng = random.Random(day)
-    lines = []
-    for _ in range(ROWS):
-        fields = [str(int(rng.random() < 0.3))]
-        fields += ["" if rng.random() < 0.2 else str(rng.randrange(-2, 999)) for _ in range(13)]
-        fields += [
-            "" if rng.random() < 0.1 else f"{rng.randrange(40 * day, 40 * day + 90) // 2:x}"
-            for _ in range(26)
-        ]
-        lines.append("\t".join(fields) + "\n")
-    path.write_text("".join(lines))
-    return path
+    rows = criteo_rows(ROWS, seed=day)
+    for row in rows:
+        values = [rng.randrange(40 * day, 40 * day + 90) // 2 for _ in range(26)]
+        row[14:] = ["" if rng.random() < 0.1 else f"{value:x}" for value in values]
+    return write_criteo(path, rows)
 
 
 def options(**given):
@@ -71,6 +66,10 @@ def vocabulary(directory, name):
     return table["value"].to_pylist(), table["count"].to_pylist()
 
 
+def ids_of(directory, name):
+    return [i for rows in read_splits(directory).values() for i in rows[name].to_pylist()]
+
+
 def raw_column(path, place):
     return [
         f"{int(field, 16):08x}" if (field := line.rstrip("\n").split("\t")[place]) else ""
@@ -99,12 +98,7 @@ def test_old_values_keep_their_ids_and_new_ones_follow(days):
             totals = [a + b for a, b in zip(totals, known, strict=True)]
             assert [c for v, c in zip(old, counts, strict=False) if v is not None] == totals
             ids = {value: i for i, value in enumerate(values)}
-            found = [
-                i
-                for split in ("train", "val", "test")
-                for i in pq.read_table(days / str(day) / f"{split}.parquet")[name].to_pylist()
-            ]
-            assert found == [ids.get(value, ids[None]) for value in column]
+            assert ids_of(days / str(day), name) == [ids.get(value, ids[None]) for value in column]
             assert sum(counts) == sum(before) + len(train)
             appended += len(new)
     assert appended > 500
@@ -206,12 +200,7 @@ def test_ids_of_values_that_were_long_unseen_go_to_new_ones(forget, days, forget
             assert vocabulary(made, name) == (values, counts)
             table = pq.read_table(made / Meta.vocabulary_file(name))
             assert table["unseen"].to_pylist() == unseen
-            found = [
-                i
-                for split in ("train", "val", "test")
-                for i in pq.read_table(made / f"{split}.parquet")[name].to_pylist()
-            ]
-            assert found == [values.index(v) if v in values else other for v in column]
+            assert ids_of(made, name) == [values.index(v) if v in values else other for v in column]
     assert forgotten > 100
     smaller, whole = Meta.read(forgetting / f"{forget}_2"), Meta.read(days / "2")
     assert sum(smaller.cardinalities) < sum(whole.cardinalities) - 50

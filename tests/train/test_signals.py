@@ -8,18 +8,10 @@ from functools import partial
 import pytest
 
 from dlrm.training.checkpoint import read_index
+from tests.kit import wait_for
 
 EVERY = ["--patience", "0", "--log_every", "1", "--eval_every", "10", "--epochs", "3"]
 LINE = "interrupted; resume with --resume {}"
-
-
-def wait_for(path, text, process):
-    """Wait until a file contains a text."""
-    deadline = time.monotonic() + 120
-    while not (path.exists() and text in path.read_text()):
-        assert process.poll() is None, process.wait().stderr
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def comparable(values):

@@ -174,24 +174,6 @@ def test_blocks_need_not_begin_on_16_bytes(device):
     assert torch.equal(lookup(pages, rows, impl="triton"), table[rows])
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adam"])
-def test_an_update_leaves_out_rows_below_zero(device, rule):
-    """What a captured step relies on: look-ups of other groups stand in the gradient as row -1."""
-    weight, grads = torch.randn(9, 4, device=device), torch.randn(200, 4, device=device)
-    rows = torch.randint(-1, 9, (200,), device=device)
-    rows[:100] = -1
-    states = [torch.zeros(9, 4, device=device) for _ in range(2)] + [torch.zeros(9, device=device)]
-    states = states if rule == "adam" else []
-    expected, kept = weight.clone(), [state.clone() for state in states]
-    own, lr = rows >= 0, torch.tensor(0.1, device=device)
-    update_rows(rule, weight, rows, grads, states, lr=lr, impl="triton")
-    update_rows(rule, expected, rows[own], grads[own], kept, lr=lr, impl="torch")
-    torch.testing.assert_close(weight, expected)
-    none = torch.full_like(rows, -1)
-    update_rows(rule, weight, none, grads, states, lr=lr, impl="triton")
-    torch.testing.assert_close(weight, expected)
-
-
 def test_messages(device):
     block = torch.zeros(6, 4, device=device)
     where = torch.zeros(2, dtype=torch.int64)
