@@ -1,18 +1,13 @@
 """What must hold for any input, tried on inputs that hypothesis makes up."""
 
-from itertools import pairwise
-from math import prod
 from typing import get_args
 
 import pytest
 import torch
-from torch import nn
 
 from dlrm.config.schema import ShardingType
 from dlrm.distributed.planner import imbalance, plan_shards, shard_rows
-from dlrm.embeddings import EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import Budget, highest_level, max_rows, split_by_rows
-from dlrm.embeddings.common.factorization import MAX_PADDING, factorize_dim, factorize_rows
 from dlrm.kernels.update.row_sort import sort_rows, sort_rows_together
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import make_table_plan
@@ -21,88 +16,7 @@ pytest.importorskip("hypothesis")  # of the dev extra, which a GPU machine may l
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-LOSSLESS = {
-    "dense": {},
-    "offload": {},
-    "paged": {"page_size": 3},
-    "hash": {"rows": 50},
-    "qr": {"collisions": 1},
-    "block": {"dim": 4},
-    "drop": {"keep": 50},
-    "tt": {"rank": 50},
-    "robe": {"rows": 50, "block": 1 << 30},
-    "basis": {"clusters": 50},
-}
-"""Options under which a kind can hold any table of up to 50 rows."""
-
 sizes = st.lists(st.integers(1, 10**6), min_size=1, max_size=8)
-
-
-@st.composite
-def bags(draw):
-    """Rows of a table, ids, offsets and weights: empty bags, duplicates, the first and last id."""
-    rows = draw(st.integers(1, 50))
-    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
-    ids = st.lists(
-        st.one_of(st.sampled_from([0, rows - 1]), st.integers(0, rows - 1)),
-        min_size=sum(lengths),
-        max_size=sum(lengths),
-    )
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    ids = torch.tensor(draw(ids), dtype=draw(st.sampled_from([torch.int32, torch.int64])))
-    weights = draw(st.none() | st.just(torch.randn(len(ids), dtype=torch.float64)))
-    return rows, ids, offsets.to(ids.dtype), weights
-
-
-@pytest.mark.parametrize("kind", LOSSLESS)
-@given(case=bags(), mode=st.sampled_from(["sum", "mean", "max"]), last=st.booleans())
-def test_a_look_up_is_that_of_embedding_bag(kind, case, mode, last):
-    rows, ids, offsets, weights = case
-    weights = weights if mode == "sum" else None
-    options = {"mode": mode, "include_last_offset": last}
-    given_offsets = offsets if last else offsets[:-1]
-    table = torch.randn(rows, 4, dtype=torch.float64)
-    expected = nn.EmbeddingBag.from_pretrained(table, freeze=False, **options)
-    found = EmbeddingBag(rows, 4, kind=kind, dtype=torch.float64, **options, **LOSSLESS[kind])
-    found.load_state_dict({"weight": table})
-    out, wanted = (bag(ids, given_offsets, weights) for bag in (found, expected))
-    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
-    if kind in ("dense", "paged"):  # one parameter, with a gradient for each row
-        up = torch.randn_like(wanted)
-        out.backward(up)
-        wanted.backward(up)
-        (parameter,) = found.parameters()
-        torch.testing.assert_close(parameter.grad.reshape(rows, 4), expected.weight.grad)
-
-
-@pytest.mark.parametrize("kind", sorted(available()))
-@given(case=bags(), batch=st.integers(1, 5))
-def test_a_bag_is_the_sum_of_its_rows(kind, case, batch):
-    """For any kind, compressed or not: a look-up of bags adds up look-ups of single ids."""
-    rows, ids, offsets, weights = case
-    embedding = build(kind, [rows], 4).double()
-    single = embedding(ids[None, :])[:, 0]  # [nnz, D]
-    pooled = embedding(ids, offsets, weights)[:, 0]  # [B, D]
-    scaled = single if weights is None else single * weights[:, None]
-    bounds = offsets.tolist()
-    wanted = [scaled[a:b].sum(0) for a, b in pairwise(bounds)]
-    torch.testing.assert_close(pooled, torch.stack(wanted))
-
-
-@given(rows=st.integers(1, 2**40), d=st.integers(1, 5))
-def test_factors_of_rows_cover_them(rows, d):
-    p = factorize_rows(rows, d)
-    assert len(p) == d
-    assert list(p) == sorted(p)
-    assert rows <= prod(p)
-    assert p[-1] <= max(2 * p[0], p[0] + 1)
-    assert prod(p) <= MAX_PADDING * rows or p[-1] <= p[0] + 1
-
-
-@given(dim=st.integers(1, 4096), d=st.integers(1, 5))
-def test_factors_of_a_dim_are_exact(dim, d):
-    q = factorize_dim(dim, d)
-    assert (len(q), prod(q), list(q)) == (d, dim, sorted(q))
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Fuzzes the JSON beside the rows: ``meta.json``, ``metrics.jsonl`` and ``result.json``.
+"""Fuzzes the JSON beside the rows, ``meta.json``.
 
     python tests/fuzz/meta.py --count 10000
 
@@ -23,7 +23,6 @@ import torch
 from harness import Case, Outcome, main
 from trees import as_json, mutate_text, mutate_values
 
-from dlrm.commands.compare import read as read_runs
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec
 from dlrm.data.frequencies import IdStatistics
@@ -32,17 +31,9 @@ from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.training.profiling import out_of_memory_advice
-from dlrm.training.tracking import RESULT, Tracker, read_result
 
 KINDS = available()
 ROWS = {"train": 40, "val": 0, "test": 9}
-ENTRIES = [{"step": step, "time": 1.5 * step, "train/loss": 1 / (1 + step)} for step in range(9)]
-RUN = {
-    "run": "one",
-    "options": {"emb": "tt", "seed": 1, "data": "x", "tt": {"rank": 4}},
-    "rows": {"train": [40, 10]},
-    "metrics": {"test/auc": 0.7, "embeddings/bytes": 100},
-}
 
 
 @cache
@@ -130,44 +121,6 @@ def described(rng: random.Random, directory: Path) -> Case:
     return Case(what=what, run=run, size=len(content))
 
 
-def log(rng: random.Random, directory: Path) -> Case:
-    """``metrics.jsonl`` of a run that is resumed at its fifth step."""
-    path = directory / "metrics.jsonl"
-    lines = [json.dumps(entry).encode() for entry in ENTRIES]
-    number = rng.randrange(len(lines))
-    what, lines[number] = _mutated(rng, ENTRIES[number])
-    path.write_bytes(b"\n".join(lines) + b"\n")
-
-    def run() -> Outcome:
-        Tracker(directory, step=4).close()
-        entries = [json.loads(line) for line in path.read_text().splitlines()]
-        others = [e for i, e in enumerate(ENTRIES[:5]) if i != number]
-        kept = [entry for entry in entries if entry in others]
-        at_most = all(entry["step"] <= 4 for entry in entries)
-        return Outcome.EQUAL if kept == others and at_most else Outcome.SILENT
-
-    return Case(what=what, run=run, size=len(lines[number]))
-
-
-def result(rng: random.Random, directory: Path) -> Case:
-    """``result.json`` of a run that is compared."""
-    for name, content in (
-        ("one", b""),
-        ("two", as_json(RUN | {"options": RUN["options"] | {"seed": 2}})),
-    ):
-        (directory / name).mkdir()
-        (directory / name / RESULT).write_bytes(content)
-    what, content = _mutated(rng, RUN)
-    (directory / "one" / RESULT).write_bytes(content)
-
-    def run() -> Outcome:
-        read_result(directory / "one")
-        table = read_runs([directory / "two", directory / "one"])
-        return Outcome.EQUAL if table.iloc[0]["AUC"] == 0.7 else Outcome.SILENT
-
-    return Case(what=what, run=run, size=len(content))
-
-
 def _mutated(rng: random.Random, value: Any) -> tuple[str, bytes]:
     if rng.random() < 0.7:
         what, changed = mutate_values(rng, value)
@@ -175,7 +128,7 @@ def _mutated(rng: random.Random, value: Any) -> tuple[str, bytes]:
     return mutate_text(rng, json.dumps(value))
 
 
-FUZZED = {"described": described, "log": log, "result": result}
+FUZZED = {"described": described}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork

@@ -1,3 +1,4 @@
+import gzip
 import math
 import random
 from collections import Counter
@@ -5,12 +6,14 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pytest
-from harness import Limits, Outcome, run_case
-from tsv import log_of
+from harness import Limits, Outcome, refusal, run_case
 
+from dlrm.commands import prepare_criteo
 from dlrm.data.prepare.bad_rows import BAD_ROWS_KEPT
 from dlrm.data.prepare.criteo_rows import COLUMNS
 from dlrm.data.prepare.hex_keys import MISSING, hex_keys, hex_strings
+from tests.data.prepare.plain_criteo import log_of
+from tests.kit import first
 
 GOOD = ["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]
 
@@ -99,11 +102,14 @@ def test_the_first_bad_rows_in_order_and_a_count_of_all(convert):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"1\t1\n", b"\t" * 99 + b"\n", b"\t" * 39 + b"\n", b"0" + b"\t" * 39 + b"x\n"],
+    ("line", "megabytes"),
+    [
+        *((b"1\t1\n", 80), (b"\t" * 99 + b"\n", 80)),
+        *((b"\t" * 39 + b"\n", 160), (b"0" + b"\t" * 39 + b"x\n", 160)),  # of 40 columns
+    ],
     ids=["short", "long", "no values", "complete"],
 )
-def test_a_block_of_bad_rows_takes_memory_like_the_block(line, convert):
+def test_a_block_of_bad_rows_takes_memory_like_the_block(line, megabytes, convert):
     """Not an object for each of a million rows."""
     lines = (4 << 20) // len(line)
     convert(line)  # what is imported for that counts no more
@@ -114,7 +120,22 @@ def test_a_block_of_bad_rows_takes_memory_like_the_block(line, convert):
         assert (batch.num_rows, len(bad.first)) == (0, BAD_ROWS_KEPT)
         return Outcome.REFUSED
 
-    result = run_case(run, Limits(memory=120 << 20))
+    result = run_case(run, Limits(memory=megabytes << 20))
+    assert result.outcome == Outcome.REFUSED, result.detail
+
+
+@first("line", [b"\t", b"\n", b"1\n", b"0" + b"\t" * 39 + b"x\n", b"\r"], slow=pytest.mark.slow)
+def test_a_bomb_of_bad_rows_is_refused_cheaply(line, tmp_path):
+    """A little file that unpacks to 16 MB."""
+    path = tmp_path / "raw"
+    path.write_bytes(gzip.compress(line * ((16 << 20) // len(line))))
+    given = path, "--output", tmp_path / "out", "--bad-rows", "skip-all", "--workers", 2
+
+    def run():
+        assert refusal(prepare_criteo.main, *given)
+        return Outcome.REFUSED
+
+    result = run_case(run, size=path.stat().st_size)
     assert result.outcome == Outcome.REFUSED, result.detail
 
 

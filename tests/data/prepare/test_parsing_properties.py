@@ -6,14 +6,22 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tsv import log_of, plain_rows, same
 
+from dlrm.data.criteo import Options, prepare
 from dlrm.data.prepare.hex_keys import MISSING
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from dlrm.utils.documents import read_json
+from tests.data.prepare.plain_criteo import log_of, plain_rows, prepared_rows, same
 from tests.kit import first
 
 LETTERS = st.characters(codec="utf-8", exclude_characters="\n")
+FIELDS = (
+    *(b"", b"0", b"1", b"2", b"-1", b" 7 ", b"1e3", b"1e999", b"-0", b"nan", b"inf", b"1_0"),
+    *(b"9" * 30, b"0" * 5000, b".", b"+.5", b"0x1", b"1,5", b'"1"', b"\xff", b"\xc3\xa9", b"\0"),
+    *("\u0661".encode(), b"ffffffff", b"fffffffff", b"\r", b"a\rb", b" ", b"NULL", b"\\N"),
+)
 ANY = st.text(LETTERS, max_size=12).map(str.encode) | st.binary(max_size=6)
+ANY |= st.sampled_from(FIELDS)
 NUMBERS = st.one_of(
     st.just(""),
     st.integers(-(10**25), 10**25).map(str),
@@ -74,6 +82,24 @@ def test_a_block_is_parsed_as_by_a_plain_reader(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "raw"
     path.write_bytes(gzip.compress(data))  # text may begin like a packed file
     agree(parsed(path) if data else ([], 0), data)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=files(), bad_rows=st.sampled_from(("stop", "skip-all")))
+def test_a_file_is_prepared_as_by_a_plain_reader(tmp_path_factory, data, bad_rows):
+    """Its good rows, if none is bad or those are skipped, with a count of them."""
+    path = tmp_path_factory.mktemp("raw") / "raw.gz"
+    path.write_bytes(gzip.compress(data))
+    rows, bad = plain_rows(data)
+    options = Options(split=("1", "0", "0"), vocabulary="all", bad_rows=bad_rows)
+    if not rows or (bad and bad_rows == "stop"):
+        with pytest.raises(ValueError, match=r"raw\.gz") as refused:
+            prepare([path], path.with_name("out"), options, progress=False)
+        assert "\n" not in str(refused.value)
+        return
+    prepare([path], path.with_name("out"), options, progress=False)
+    assert same(prepared_rows(path.with_name("out")), rows)
+    assert read_json(path.with_name("out") / "bad_rows.json")["skipped"] == bad
 
 
 @first("compression", ["gzip", "zstd", None], slow=pytest.mark.slow)

@@ -32,6 +32,23 @@ def double(tensors):
     return [t.double() if t.is_floating_point() else t.clone() for t in tensors]
 
 
+def check(assert_close, name, rows, dim, steps):
+    """Compare a step for each list of ids with the same in float64; the rows after and before."""
+    rule, device = VARIANTS[name], steps[0].device
+    weight = torch.randn(rows, dim, device=device)
+    value, states = weight.clone(), states_of(rule, rows, dim, device)
+    exact, exact_states = weight.double(), double(states)
+    lr = torch.tensor(10.0 if name == "adadelta" else 0.1, device=device)  # its first are tiny
+    for ids in steps:
+        grads = torch.randn(len(ids), dim, device=device)
+        update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
+        update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
+    assert_close(value - weight, exact - weight, "weight", factor=10)
+    for state, found, expected in zip(rule.states, states, exact_states, strict=True):
+        assert_close(found, expected, state, dtype=torch.float32, factor=10)
+    return value, weight
+
+
 def draw(pattern, rows, entries, device):
     if pattern == "skewed":
         return (torch.rand(entries, device=device) ** 8 * rows).long()
@@ -83,22 +100,9 @@ CASES = [  # how entries are merged does not depend on the rule
 @pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize(("name", "pattern", "entries", "dim"), CASES)
 def test_steps_match_float64(device, scale, assert_close, name, pattern, entries, dim):
-    rule = VARIANTS[name]
     rows, entries = 50 * scale, entries * scale
-    weight = torch.randn(rows, dim, device=device)
-    value, states = weight.clone(), states_of(rule, rows, dim, device)
-    exact, exact_states = weight.double(), double(states)
-    lr = torch.tensor(
-        10.0 if name == "adadelta" else 0.1, device=device
-    )  # its first steps are tiny
-    for _ in range(3 if GPU else 2):
-        ids = draw(pattern, rows, entries, device)
-        grads = torch.randn(entries, dim, device=device)
-        update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
-        update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
-    assert_close(value - weight, exact - weight, "weight", factor=10)
-    for state, found, expected in zip(rule.states, states, exact_states, strict=True):
-        assert_close(found, expected, state, dtype=torch.float32, factor=10)
+    ids = [draw(pattern, rows, entries, device) for _ in range(3 if GPU else 2)]
+    check(assert_close, name, rows, dim, ids)
 
 
 def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatch):
@@ -133,19 +137,7 @@ def runs(monkeypatch):
     ],
 )
 def test_runs_match_float64(device, assert_close, name, pattern):
-    rule, rows, entries, dim = VARIANTS[name], 40, 97, 12
-    weight = torch.randn(rows, dim, device=device)
-    value, states = weight.clone(), states_of(rule, rows, dim, device)
-    exact, exact_states = weight.double(), double(states)
-    lr = torch.tensor(10.0 if name == "adadelta" else 0.1, device=device)
-    for _ in range(2):
-        ids = draw(pattern, rows, entries, device)
-        grads = torch.randn(entries, dim, device=device)
-        update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
-        update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
-    assert_close(value - weight, exact - weight, "weight", factor=10)
-    for state, found, expected in zip(rule.states, states, exact_states, strict=True):
-        assert_close(found, expected, state, dtype=torch.float32, factor=10)
+    check(assert_close, name, 40, 12, [draw(pattern, 40, 97, device) for _ in range(2)])
 
 
 @pytest.mark.usefixtures("runs")
@@ -156,14 +148,7 @@ def test_runs_of_every_length_are_summed(device, monkeypatch, assert_close, name
     monkeypatch.setattr(kernel, "RUNS_TILES", int(lengths.sum()) // 20)  # of 32 entries
     rows = torch.arange(len(lengths)).repeat_interleave(lengths)
     ids = rows[torch.randperm(len(rows))].to(device)
-    weight = torch.randn(len(lengths) + 2, 4, device=device)
-    grads = torch.randn(len(ids), 4, device=device)
-    rule, lr = make_rule(name), torch.tensor(0.1, device=device)
-    value, states = weight.clone(), states_of(rule, len(weight), 4, device)
-    exact, exact_states = weight.double(), double(states)
-    update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
-    update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
-    assert_close(value - weight, exact - weight, "weight", factor=10)
+    value, weight = check(assert_close, name, len(lengths) + 2, 4, [ids])
     assert torch.equal(value[-2:], weight[-2:])
 
 
