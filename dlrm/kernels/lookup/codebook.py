@@ -328,6 +328,8 @@ class _SumRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.index, ctx.rows, ctx.has_bias = index, len(products), bias is not None
+        if not products.numel():  # rows of no numbers are an error on some processors
+            return products.new_zeros(len(rows), products.shape[1])
         # Detached: embedding_bag would prepare for its own backward pass.
         total = functional.embedding_bag(rows, products.detach(), mode="sum")
         return total if bias is None else total.add_(bias[:, None])
