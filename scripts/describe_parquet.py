@@ -21,6 +21,7 @@ if __name__ == "__main__":
     startup.begin()  # before the imports, which take seconds
 
 import glob
+import re
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -39,7 +40,6 @@ from dlrm.data.column_values import is_list_of_ids
 from dlrm.data.parquet import (
     RowGroup,
     RowGroupReader,
-    has_page_checksums,
     read_footer,
 )
 from dlrm.data.prepare.kinds import NoFeatureError, find_kind
@@ -230,6 +230,23 @@ def _note_unchecked(row_groups: Sequence[RowGroup]) -> None:
             f"{unchecked[-1]}: damage to their values may not be noticed; "
             "write_page_checksum=True of pyarrow.parquet writes them"
         )
+
+
+def has_page_checksums(row_group: RowGroup) -> bool:
+    """Whether the pages of a row group have checksums, by the header of the first one.
+
+    Without them, a damaged value is noticed only if it can't be decoded.
+    """
+    column = row_group.metadata.row_group(row_group.index).column(0)
+    offsets = column.dictionary_page_offset, column.data_page_offset
+    with row_group.path.open("rb") as file:
+        file.seek(min(offset for offset in offsets if offset))
+        header = file.read(64)
+    # Thrift's compact protocol: each field has a byte for its type and the distance of its number
+    # from the last one, here always 1, and a number of 7 bits a byte. The first fields are type
+    # and two sizes, which all pages have; the fourth is the checksum, if there is one.
+    number = rb"\x15[\x80-\xff]*[\x00-\x7f]"
+    return re.match(number * 4, header, re.DOTALL) is not None
 
 
 def _columns(

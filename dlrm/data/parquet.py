@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -360,23 +359,6 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
         raise ValueError(
             f"{path} is not a complete Parquet file ({reason(error)}); write it again"
         ) from None
-
-
-def has_page_checksums(row_group: RowGroup) -> bool:
-    """Whether the pages of a row group have checksums, by the header of the first one.
-
-    Without them, a damaged value is noticed only if it can't be decoded.
-    """
-    column = row_group.metadata.row_group(row_group.index).column(0)
-    offsets = column.dictionary_page_offset, column.data_page_offset
-    with row_group.path.open("rb") as file:
-        file.seek(min(offset for offset in offsets if offset))
-        header = file.read(64)
-    # Thrift's compact protocol: each field has a byte for its type and the distance of its number
-    # from the last one, here always 1, and a number of 7 bits a byte. The first fields are type
-    # and two sizes, which all pages have; the fourth is the checksum, if there is one.
-    number = rb"\x15[\x80-\xff]*[\x00-\x7f]"
-    return re.match(number * 4, header, re.DOTALL) is not None
 
 
 def _is_number(kind: pa.DataType) -> bool:
