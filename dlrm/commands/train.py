@@ -220,11 +220,10 @@ class Run:
 
     def _keep(self, values: dict[str, float]) -> None:
         self.tracker.log(self.steps, tracking.named("val", values))
-        if self.held_out.diverged:  # its state replaces no good one
-            self.progress.validated = self.steps, values
-            return
-        self.validations.note(self.progress, values, latest=bool(self.config.follow))
-        if self.config.checkpoint:
+        diverged = bool(self.held_out.diverged)  # its state replaces no good one
+        latest = diverged or bool(self.config.follow)
+        self.validations.note(self.progress, values, self.held_out.loss, latest=latest)
+        if self.config.checkpoint and not diverged:
             self._save()
 
     def _begin_fine_tuning(self, trained: Trained) -> None:

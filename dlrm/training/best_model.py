@@ -36,19 +36,25 @@ class Validations:
         return step > 0 and step % self._every == 0 and not 0 < left < self._every / 10
 
     def note(
-        self, progress: Progress, metrics: Mapping[str, float], *, latest: bool = False
+        self,
+        progress: Progress,
+        metrics: Mapping[str, float],
+        loss: float = math.nan,
+        *,
+        latest: bool = False,
     ) -> None:
         """Note the metrics of a validation, which may have found the best state so far.
 
         Args:
             progress: at the step that was validated.
             metrics: on validation rows; empty without such rows.
-            latest: none is the best: the latest state is the result.
+            loss: on these rows, comparable between states.
+            latest: this state is not the best: the latest one is the result, or it has diverged.
         """
         progress.validated = progress.steps, dict(metrics)
         if latest or not metrics:
             return
-        quality = -metrics["log_loss"] if self._by_loss else metrics["auc"]
+        quality = -loss if self._by_loss else metrics["auc"]
         if quality > progress.best:
             progress.best = quality
             progress.best_step = progress.steps

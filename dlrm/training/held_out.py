@@ -46,6 +46,7 @@ class HeldOut:
     Attributes:
         interruption: as given.
         diverged: why the model of the last evaluation has diverged; empty if it has not.
+        loss: log loss of the last evaluation, at the odds by weight.
         plots: of the last evaluation; None before the first one.
     """
 
@@ -62,7 +63,7 @@ class HeldOut:
         self.interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
         self._groups, self._calibrates = rows.groups, calibrates
-        self._shift = math.log(odds)
+        self._shift, self.loss = math.log(odds), math.nan
         self.plots: Plots | None = None
 
     def evaluate(
@@ -95,6 +96,12 @@ class HeldOut:
         if split in self._groups:
             values |= group_areas(*scores, groups=self._groups[split]).metrics()
         self.plots = Plots.of(split, *scores)
+
+        # At the odds by row, a weighted loss is lower for a state that scores higher on average.
+        self.loss = values["log_loss"]
+        if self._shift:
+            at_weights = scores[0] + self._shift, *scores[1:]
+            self.loss = metrics.classification(*at_weights)["log_loss"]
 
         if step and not self._collapsed:
             self._collapsed = self._warn_of_collapse(scores[0], split, step)

@@ -195,7 +195,7 @@ def test_the_best_model_is_the_first_of_equal_ones(capsys):
 
     progress, few = Progress(steps=10), Validations(10, 1, 100, by_loss=True)
     for progress.steps, auc, loss in ((10, 0.7, 0.5), (20, 0.8, 0.6)):
-        few.note(progress, {"auc": auc, "log_loss": loss})
+        few.note(progress, {"auc": auc, "log_loss": 0.0}, loss)
     few.stop_early(progress)
     assert (progress.best_step, few.last_step) == (10, 20)
     assert "step 20: validation log loss has not fallen since step 10" in capsys.readouterr().out

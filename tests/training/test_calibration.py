@@ -1,11 +1,19 @@
 """Calibration: the average by training rows, the spread by validation rows; not in training."""
 
+import math
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as loss
 
+from dlrm.data.batch import Batch
+from dlrm.distributed.interruption import Interruption
+from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.training.calibration import fit_calibration
+from dlrm.training.held_out import HeldOut
+from dlrm.training.loaders import HeldOutRows
 
 
 def rows(sure, off=0.0, average=-1.5, seed=0, count=20_000):
@@ -58,3 +66,36 @@ def test_only_evaluations_are_calibrated():
     other = DLRM(2, [5, 7], 4, [("hash", {"rows": 3})] * 2, bottom_mlp=[4], top_mlp=[4])
     other.load_trained(model)
     assert other.calibration.tolist() == [0.5, -1.0]
+
+
+class Scores(torch.nn.Module):
+    """A trained model whose logits are the first dense feature."""
+
+    calibration = torch.tensor([1.0, 0.0])
+
+    def forward(self, dense, ids, offsets):
+        return dense[0]
+
+
+def test_states_are_compared_at_the_odds_of_the_weights():
+    """At the odds of the rows, weights of 8 for positives favoured a state that knows nothing."""
+    distance, labels = rows(1.0, average=-2.5)
+    weights = torch.where(labels == 1, 8.0, 1.0)
+    constant = torch.full_like(distance, -1.2)
+    found = []
+    for logits in (distance, constant):
+        ids = torch.zeros(1, len(logits), dtype=torch.int64)
+        batch = Batch(logits[None].float(), ids, labels.float(), weights=weights)
+        loader = MagicMock(rows=batch.size, batch_size=batch.size)
+        loader.__iter__.return_value = [batch]
+        of_run = HeldOutRows({"val": loader}, {}, None)
+        held_out = HeldOut(Scores(), "fp32", False, 8.0, Interruption(World()), of_run)
+        found.append((held_out.evaluate("val", 0, print)["log_loss"], held_out.loss))
+    (good, good_at_weights), (poor, poor_at_weights) = found
+    assert good > poor
+    assert good_at_weights < poor_at_weights
+    assert good_at_weights == pytest.approx(
+        float(loss(distance + math.log(8), labels.double(), weights.double(), reduction="sum"))
+        / float(weights.sum()),
+        rel=1e-5,
+    )
