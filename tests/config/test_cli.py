@@ -70,11 +70,7 @@ def test_option_without_value(capsys):
         ("--model.top_mlp", "", "--model.top_mlp is '', it must be a list"),
         ("--tables.threshold", "-1", "threshold is -1"),
         ("--tables.largest", "-1", "largest is -1"),
-        (
-            "--sharding.tables",
-            "{C3: rows}",
-            "tables to one of auto, replicate, table, row",
-        ),
+        ("--sharding.tables", "{C3: rows}", "tables to one of auto, replicate, table, row"),
         ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
         ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad uses it"),
         ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad uses it"),

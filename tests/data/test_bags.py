@@ -104,10 +104,7 @@ def same(left, right):
 
 
 @combinations(
-    slow=pytest.mark.slow,
-    batch_size=[50, 333, ROWS, 1],
-    window=[None, 3, 1],
-    shuffle=[False, True],
+    slow=pytest.mark.slow, batch_size=[50, 333, ROWS, 1], window=[None, 3, 1], shuffle=[False, True]
 )
 def test_every_row_has_its_bags(tmp_path, shuffle, window, batch_size):
     for data, bag_sizes in ((fixed, SIZES), (ragged, None)):

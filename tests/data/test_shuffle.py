@@ -152,11 +152,7 @@ def test_keeps_to_the_memory(tmp_path, share):
         assert memory / 3 < peak < memory + 2_000_000, "and the row groups that are being decoded"
 
 
-@combinations(
-    slow=pytest.mark.slow,
-    done=[0, 1, 133, 300, 400],
-    memory=[None, 200_000],
-)
+@combinations(slow=pytest.mark.slow, done=[0, 1, 133, 300, 400], memory=[None, 200_000])
 def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done):
     options = {"batch_size": 50, "shuffle": True}
     first = BatchLoader(data, "train", memory=memory, **options)
@@ -189,19 +185,6 @@ def test_refuses_the_state_of_older_versions(data):
     assert next(iter(in_order)).dense[0, 0] == 10
 
 
-@pytest.mark.parametrize("memory", [None, 100_000])
-@pytest.mark.parametrize("readers", [1, 3])
-def test_ranks_share_an_epoch_in_windows(data, memory, readers):
-    options = {"shuffle": True, "memory": memory, "readers": readers}
-    whole = order(BatchLoader(data, "train", batch_size=300, **options))
-    ranks = [
-        BatchLoader(data, "train", batch_size=100, rank=rank, world_size=3, **options)
-        for rank in range(3)
-    ]
-    shares = [part.dense[0].numpy() for share in zip(*ranks, strict=True) for part in share]
-    np.testing.assert_array_equal(np.concatenate(shares), whole)
-
-
 def test_a_device_reads_a_single_window_once(data, monkeypatch):
     read, reads = RowGroupReader.read, []
 
@@ -232,18 +215,6 @@ def test_only_some_row_groups_wait_in_host_memory_for_a_device(data, monkeypatch
     monkeypatch.setattr(loader_module, "ShuffleBuffer", Counted)
     order(BatchLoader(data, "train", batch_size=300, shuffle=True, readers=2))
     assert max(submitted) == 6
-
-
-def test_shuffled_bags_are_those_of_their_rows(tmp_path):
-    write(tmp_path, rows=3000, group_rows=300, multi_hot=True)
-    for window in (None, 3):
-        options = {"batch_size": 128, "shuffle": True, "window": window, "readers": 3}
-        for batch in BatchLoader(tmp_path, "train", **options):
-            rows = batch.dense[0].int().tolist()
-            lengths = batch.offsets.diff()[batch.size :].tolist()
-            assert lengths == [row % 3 for row in rows]
-            expected = [row % 7 for row in rows for _ in range(row % 3)]
-            assert batch.ids[batch.size :].tolist() == expected
 
 
 def test_synthetic_rows_drift_if_asked(tmp_path):

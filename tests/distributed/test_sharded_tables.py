@@ -34,7 +34,7 @@ def test_which_tables_are_held_in_pieces():
         world, NAMES, paged, by="row", tables={"b": "replicate"}, comm_dtype="bf16"
     )
     assert [(p.table, p.rows) for p in found.shards] == [
-        *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150))),
+        *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150)))
     ]
     assert found.comm_dtype is torch.bfloat16
     assert "a rows 0-128" in found.text

@@ -48,10 +48,7 @@ def test_bad_shapes_and_modes_are_refused(sizes, dim, options, message):
     [
         (([[1, 2]],), r"ids have shape \(1, 2\), without offsets they must be \[2, B\]"),
         (([1, 2],), r"ids have shape \(2,\), without offsets"),
-        (
-            ([1, 2], [0, 1, 1, 2]),
-            r"ids must be \[nnz\] and offsets \[2 \* B \+ 1\]; got \(2,\)",
-        ),
+        (([1, 2], [0, 1, 1, 2]), r"ids must be \[nnz\] and offsets \[2 \* B \+ 1\]; got \(2,\)"),
         (([[1], [2]], [0, 1, 2]), r"with offsets, ids must be \[nnz\]"),
         (([1, 2], [[0], [1], [2]]), r"and offsets \[2 \* B \+ 1\]; got \(2,\) and \(3, 1\)"),
         (([[1], [2]], None, [1.0, 2.0]), r"weights have shape \(2,\), .* ids, \(2, 1\)"),

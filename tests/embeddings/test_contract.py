@@ -351,18 +351,8 @@ def test_ids_outside_their_table_raise(kind, options, bad):
 
 
 @every_case
-def test_ids_that_are_no_integers_raise(kind, options):
-    group = make(kind, options)
-    ids = one_hot(4).float()
-    with pytest.raises(ValueError, match="ids must be integers"):
-        group(ids)
-    with pytest.raises(ValueError, match="ids must be integers"):
-        group(ids.reshape(-1), torch.arange(ids.numel() + 1))
-
-
-@every_case
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16])
-def test_narrow_integers_raise(kind, options, dtype):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.float])
+def test_ids_of_other_types_raise(kind, options, dtype):
     """As in nn.EmbeddingBag: in their type, sizes of tables and divisors would overflow."""
     group = make(kind, options)
     ids, offsets, _ = bags()

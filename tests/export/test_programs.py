@@ -10,13 +10,7 @@ from torch import nn
 from dlrm.embeddings import available
 from dlrm.embeddings.tt import TT
 from dlrm.export.inference import InferenceModel
-from dlrm.export.programs import (
-    compile_program,
-    has_compiler,
-    save_onnx,
-    save_program,
-    trace,
-)
+from dlrm.export.programs import compile_program, has_compiler, save_onnx, save_program, trace
 from dlrm.kernels.update.packed import PackedParameter
 from dlrm.model import DLRM
 from tests.kit import first
@@ -39,8 +33,7 @@ CASES |= {kind: {} for kind in available() if kind not in CASES}
 every_case = pytest.mark.parametrize("case", sorted(CASES))
 TRACED = ("dense", "tt with a cache", "cafe")  # the others are slow tests
 traced_cases = pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=() if c in TRACED else pytest.mark.slow) for c in sorted(CASES)],
+    "case", [pytest.param(c, marks=() if c in TRACED else pytest.mark.slow) for c in sorted(CASES)]
 )
 BATCHES = (1, 2, 3, 40)
 

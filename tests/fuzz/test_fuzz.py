@@ -9,8 +9,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fuzzer", "count"),
-    [("parquet", 25), ("config", 40), ("meta", 40), ("checkpoint", 5)],
+    ("fuzzer", "count"), [("parquet", 25), ("config", 40), ("meta", 40), ("checkpoint", 5)]
 )
 def test_nothing_is_silently_wrong(fuzzer, count):
     path = Path(__file__).with_name(f"{fuzzer}.py")

@@ -393,8 +393,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["compare", "frontier", "reproduce_tt_rec", "baseline_trees", "bench_logs"],
+    "name", ["compare", "frontier", "reproduce_tt_rec", "baseline_trees", "bench_logs"]
 )
 def test_every_option_is_explained(script, name):
     for action in script(name).arguments()._actions:
@@ -575,11 +574,7 @@ def start(name, data, runs):
     command = [sys.executable, str(program), "--data", str(data), "--runs", str(runs)]
     command += ["--options", "epochs=1000", "device=cpu", "batch_size=64"]
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     until = time.monotonic() + 60
     while not (runs / "dense-0" / "config.yaml").exists() and time.monotonic() < until:

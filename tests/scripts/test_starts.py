@@ -14,13 +14,6 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "predict", "compare"])
-def test_a_program_starts(start, name):
-    done = start(name, "--help").wait()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage:")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_starts_in_a_new_interpreter(path, tmp_path):

@@ -139,9 +139,7 @@ def test_what_cannot_be_extended(days, run):
 
 def test_counts_of_values_that_stay_without_an_id_are_those_of_unseen_ones():
     old = Vocabulary(
-        values=pa.array(["b", None, "a"], pa.large_string()),
-        counts=np.array([5, 3, 1]),
-        oov_id=1,
+        values=pa.array(["b", None, "a"], pa.large_string()), counts=np.array([5, 3, 1]), oov_id=1
     )
     values, counts = pa.array(["a", "c", "d", "e", "f"]), np.array([4, 2, 2, 1, 7])
     made, _ = old.extended(values, counts, min_count=2, most=5)

@@ -351,7 +351,7 @@ def test_a_changed_byte_is_found(name, run):
     """Whichever it is: the checkpoint is refused, or its values are the same."""
     path, expected = run / "checkpoints" / "step_2", values(run / "checkpoints" / "step_2")
     content, outcomes = (path / name).read_bytes(), []
-    places = random.Random(0).sample(range(len(content)), 120)
+    places = random.Random(0).sample(range(len(content)), 60)
     for at in places:
         corrupt(path / name, at)
         try:
@@ -359,7 +359,7 @@ def test_a_changed_byte_is_found(name, run):
         except ValueError as error:
             outcomes.append(str(error))
         (path / name).write_bytes(content)
-    assert len(outcomes) >= (120 if name == FILE else 115)
+    assert len(outcomes) >= (60 if name == FILE else 55)
     assert "\n" not in "".join(outcomes)
 
 
@@ -788,40 +788,19 @@ def test_an_error_in_the_background_is_raised_at_the_next_step(saving, monkeypat
 
 @pytest.mark.gpu
 def test_a_checkpoint_of_a_gpu_hardly_stops_training(tmp_path):
-    """6.6 GB of state: training stops for the copy, and goes on while 13 s of work are done.
-
-    Run it with ``-s`` for the figures.
-    """
+    """6.6 GB of state: training stops for the copy alone."""
     tables = torch.nn.ParameterList(
         torch.nn.Parameter(torch.randn(1_050_000, 16, device="cuda")) for _ in range(98)
     )
     parts, state = Parts(tables), RunState(model={}, config={}, steps=1)
     (tmp_path / "checkpoints").mkdir()
     own = writer.CheckpointWriter(tmp_path, RUN, World(), 2, Index())
-    a = torch.randn(4096, 4096, device="cuda")
-
-    def steps(seconds):
-        """How many products, next to nothing else or to a writer, a second."""
-        began, count = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds:
-            (a @ a).sum().item()
-            count += 1
-        return count / (time.perf_counter() - began)
-
-    steps(1)
-    alone = steps(2)
     torch.cuda.synchronize()
     own.save(parts, state, best=False)
     torch.cuda.synchronize()
-    began, stalled = time.perf_counter(), own.stalled
-    beside = steps(2)
+    stalled = own.stalled
     own.wait()
-    seconds = time.perf_counter() - began
     own.close()
-    print(
-        f"{own.copied / 1e9:.2f} GB: stalled {stalled:.3f} s, written in {seconds:.1f} s, "
-        f"meanwhile {beside / alone:.1%} of the speed"
-    )
     assert own.copied == 98 * 1_050_000 * 64
     assert stalled < 0.3
     found = Parts(torch.nn.ParameterList(torch.empty_like(table) for table in tables))

@@ -225,10 +225,7 @@ def test_a_vocabulary_that_is_damaged_or_of_other_data_gives_no_ids(raw, tmp_pat
     for content, reason in (
         (kept[:middle] + flipped + kept[middle + 4 :], "could not verify page integrity"),
         (kept[:-9], "Parquet magic bytes not found"),
-        (
-            (other / "vocabulary" / "C3.parquet").read_bytes(),
-            r"it has \d+ rows, meta.json says",
-        ),
+        ((other / "vocabulary" / "C3.parquet").read_bytes(), r"it has \d+ rows, meta.json says"),
         (None, "No such file"),
     ):
         path.unlink() if content is None else path.write_bytes(content)

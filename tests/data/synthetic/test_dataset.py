@@ -15,9 +15,7 @@ from dlrm.data import synthetic
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALITIES, Meta
 from dlrm.data.synthetic import dataset
-from dlrm.data.synthetic.distributions import (
-    profiles,
-)
+from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.multi_hot import GROUP_ROWS
 
 KAGGLE = profiles()["kaggle"]

@@ -8,9 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
-from dlrm.data.synthetic.distributions import (
-    profiles,
-)
+from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import FREQUENT, best_metrics
 

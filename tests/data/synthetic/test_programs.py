@@ -11,9 +11,7 @@ import pandas as pd
 import pytest
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
-from dlrm.data.synthetic.distributions import (
-    profiles,
-)
+from dlrm.data.synthetic.distributions import profiles
 
 ROOT = Path(__file__).parents[3]
 KAGGLE = profiles()["kaggle"]
