@@ -61,7 +61,6 @@ def test_every_kind_and_way_equals_one_process(torchrun, processes):
     [
         (2, []),
         pytest.param(2, ["triton", "short"], marks=pytest.mark.slow),
-        pytest.param(2, ["triton"], marks=pytest.mark.slow),
         pytest.param(4, [], marks=pytest.mark.slow),
     ],
 )
