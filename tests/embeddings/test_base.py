@@ -1,7 +1,10 @@
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from dlrm.data.schema import HASHED
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
 from dlrm.kernels.lookup.pool import pool_bags_torch
 from dlrm.utils.bags import Bags
@@ -254,3 +257,56 @@ def test_tables_from_the_meta_device_are_given_no_memory(kind):
     model = nn.Sequential(EmbeddingBag(50, 8, kind=kind)).to("meta")
     with pytest.raises(ValueError, match="create them on a real device"):
         model.to_empty(device="cpu")
+
+
+BAD_OPTIONS = [  # of two tables of 10 rows of 16 weights
+    ("hash", {"rows": 0}, "hash rows is 0; set --hash.rows to 1 or more"),
+    *(("robe", {"block": n}, f"block is {n}; set --robe.block to a divisor") for n in (0, 3, 24)),
+    ("robe", {"rows": 0}, "robe rows is 0; set --robe.rows to 1 or more"),
+    ("qr", {"collisions": 0}, "qr collisions is 0; set --qr.collisions to 1 or more"),
+    ("qr", {"operation": "mult"}, "is 'mult'; set --qr.operation to one of multiply, add"),
+    *(("block", {"dim": n}, f"dim is {n}; set --block.dim to 1 .. 16") for n in (0, 17)),
+    *(("short", {"dim": n}, f"short dim is {n}; set --short.dim to 1 .. 16") for n in (0, 17)),
+    ("basis", {"parts": 3}, "parts is 3; set --basis.parts to a divisor of the embedding dim, 16"),
+    ("basis", {"clusters": 0}, "basis clusters is 0; set --basis.clusters to 1 .. 65,536"),
+    ("basis", {"clusters": 70_000}, "basis clusters is 70000"),
+    ("cafe", {"rows": 0}, "cafe rows is 0; set --cafe.rows to 1 or more"),
+    ("cafe", {"hot": 1.5}, "cafe hot is 1.5, it must be between 0 and 1; set --cafe.hot"),
+    ("cafe", {"pieces": 3}, "set --cafe.pieces to a divisor of the embedding dim, 16"),
+    ("cafe", {"decay": -1.0}, "cafe decay is -1.0, it must be between 0 and 1; set --cafe.decay"),
+    *(("drop", {"keep": n}, "set --drop.keep to a number of ids") for n in (-1, [4, -1], [4])),
+    ("drop", {"keep": [[4], 5]}, "set --drop.keep to a number of ids"),
+    ("offload", {"cache_rows": -1}, "cache_rows is -1, it must not be negative"),
+    ("offload", {"cache_share": 1.5}, "cache_share is 1.5, it must be between 0 and 1"),
+    ("offload", {"half_life": 0}, "half_life is 0, it must be above 0"),
+    ("paged", {"page_size": 0}, "page_size is 0; set --paged.page_size to 1 or more"),
+    ("paged", {"placement": "cylic"}, "unknown placement 'cylic', did you mean 'cyclic'"),
+    ("paged", {"devices": ["gpu"]}, "paged.devices contains 'gpu'; each must be cuda:0"),
+    ("paged", {"devices": ["cpu+hots"]}, "paged.devices contains 'cpu+hots'; each must be"),
+    ("paged", {"devices": ["cuda:99"]}, "contains 'cuda:99', but this machine has"),
+    ("dynamic", {"evict": "mru"}, "set --dynamic.evict to one of lfu, lru, age, score"),
+    ("dynamic", {"rows": 0}, "rows is 0: set --dynamic.rows to 1 or more"),
+    ("dynamic", {"rows": [5]}, "a list of one for each of the 2 tables"),
+    ("dynamic", {"shared": 0}, "shared is 0; set --dynamic.shared to 1 or more"),
+    ("dynamic", {"half_life": 0}, "half_life is 0; set --dynamic.half_life"),
+    ("dynamic", {"chance": 0.0}, "chance is 0.0, it must be above 0, at most 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), BAD_OPTIONS)
+def test_options_that_cannot_be_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(kind, [10, 10], 16, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options", "message"),
+    [
+        ("qr", [10], {"operation": "concat"}, "qr concat needs an embedding_dim of at least 2"),
+        ("offload", [2**30, 2**30], {}, r"2,147,483,648 rows together, offload takes up to"),
+        ("dynamic", [HASHED], {"rows": 2**31}, r"dynamic takes up to 2\^31 - 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(kind, sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(kind, sizes, 1, **options)

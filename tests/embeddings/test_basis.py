@@ -80,19 +80,6 @@ def test_codes_are_frozen_and_saved():
     assert set(group.state_dict()) == {"weight", "codes"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"parts": 3}, "basis parts is 3; set --basis.parts to a divisor of the embedding dim, 16"),
-        ({"clusters": 0}, r"basis clusters is 0; set --basis.clusters to 1 .. 65,536"),
-        ({"clusters": 70_000}, "basis clusters is 70000"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Basis([10], 16, **options)
-
-
 @pytest.mark.parametrize("shape", [(7, 24), (2, 3, 24), (24,)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_layer_equals_a_linear_layer_with_the_decoded_weight(shape, bias, device):

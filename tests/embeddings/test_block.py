@@ -95,12 +95,6 @@ def test_rows_start_as_wide_as_dense_ones_and_train_as_fast(dim):
     assert group.weight.grad.to_dense().std() == pytest.approx(1, rel=0.05)
 
 
-@pytest.mark.parametrize("dim", [0, 9])
-def test_a_block_dim_outside_the_embedding_dim_is_refused(dim):
-    with pytest.raises(ValueError, match=f"block dim is {dim}; set --block.dim to 1 .. 8"):
-        Block([10], 8, dim=dim)
-
-
 def test_a_budget_below_one_weight_per_row_is_refused():
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // 17
     with pytest.raises(ValueError, match="--emb block: these tables need at least 1350"):

@@ -206,20 +206,6 @@ def test_a_fit_forgets_former_owners():
     torch.testing.assert_close(found[hot], dense[hot])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rows": 0}, "cafe rows is 0; set --cafe.rows to 1 or more"),
-        ({"hot": 1.5}, "cafe hot is 1.5, it must be between 0 and 1; set --cafe.hot"),
-        ({"pieces": 3}, "cafe pieces is 3; set --cafe.pieces to a divisor of the embedding dim, 4"),
-        ({"decay": -1.0}, "cafe decay is -1.0, it must be between 0 and 1; set --cafe.decay"),
-    ],
-)
-def test_options_outside_their_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Cafe([10], 4, **options)
-
-
 @pytest.mark.gpu
 def test_a_captured_graph_learns_the_same_ids():
     ours, traffic = Cafe(SIZES, 8, rows=100), Traffic()

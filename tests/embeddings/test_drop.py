@@ -32,12 +32,6 @@ def test_tables_of_one_group_keep_numbers_of_their_own():
     assert torch.equal(group.rows(1, torch.arange(25)), group.weight[[20, 21, *[22] * 23]])
 
 
-@pytest.mark.parametrize("keep", [-1, [4, -1], [4], [[4], 5]])
-def test_a_number_of_ids_that_cannot_be_is_refused(keep):
-    with pytest.raises(ValueError, match=r"drop keep is .*: set --drop.keep to a number of ids"):
-        Drop([10, 10], 4, keep=keep)
-
-
 def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():
     counts = [torch.tensor([9, 8, 7, 1, 1, 1]), torch.tensor([2, 1, 1, 1])]
     row = 8 * 4

@@ -230,20 +230,3 @@ def test_a_budget_is_divided_by_how_many_ids_occurred(size, dtype):
     given = {"shared": 5, "chance": 0.3}
     for own in Dynamic.for_budget(Budget([HASHED], 16, size, values=[9000]), **given):
         assert own.items() >= given.items()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"evict": "mru"}, "evict is 'mru'; set --dynamic.evict to one of lfu, lru, age, score"),
-        ({"rows": 0}, "rows is 0: set --dynamic.rows to 1 or more"),
-        ({"rows": 2**31}, r"have 2,147,483,648 rows together, dynamic takes up to 2\^31 - 1"),
-        ({"rows": [5, 5]}, "a list of one for each of the 1 tables"),
-        ({"shared": 0}, "shared is 0; set --dynamic.shared to 1 or more"),
-        ({"half_life": 0}, "half_life is 0; set --dynamic.half_life"),
-        ({"chance": 0.0}, "chance is 0.0, it must be above 0, at most 1"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        Dynamic([HASHED], 4, **options)

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from dlrm.embeddings.hash import Hash
@@ -22,8 +21,3 @@ def test_the_best_fit_is_the_mean_of_those_that_share():
 def test_a_table_below_the_cap_is_taken_over_as_it_is():
     weight = torch.randn(25, 3)
     assert torch.equal(Hash.from_dense([weight], rows=25).weight, weight)
-
-
-def test_fewer_than_one_row_is_refused():
-    with pytest.raises(ValueError, match=r"hash rows is 0; set --hash.rows to 1 or more"):
-        Hash([10], 4, rows=0)

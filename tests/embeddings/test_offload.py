@@ -386,18 +386,6 @@ def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow():
     assert build("offload", [10**6], 1, cache_rows=0).window_size(1) == 0
 
 
-def test_options_out_of_range():
-    for options, message in [
-        ({"cache_rows": -1}, "cache_rows is -1, it must not be negative"),
-        ({"cache_share": 1.5}, "cache_share is 1.5, it must be between 0 and 1"),
-        ({"half_life": 0}, "half_life is 0, it must be above 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            build("offload", [10], 4, **options)
-    with pytest.raises(ValueError, match=r"2,147,483,648 rows together, offload takes up to"):
-        build("offload", [2**30, 2**30], 1)
-
-
 @pytest.mark.gpu
 def test_a_captured_step_fetches_ahead_and_equals_dense(device):
     losses, tables = [], []

@@ -114,26 +114,6 @@ def test_a_table_of_zeros_can_be_fitted(operation):
     assert not group.to_dense().any()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"collisions": 0}, "qr collisions is 0; set --qr.collisions to 1 or more"),
-        (
-            {"operation": "mult"},
-            "qr operation is 'mult'; set --qr.operation to one of multiply, add",
-        ),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        QR([10], 4, **options)
-
-
-def test_concat_of_one_column_is_refused():
-    with pytest.raises(ValueError, match="qr concat needs an embedding_dim of at least 2"):
-        QR([10], 1, operation="concat")
-
-
 @every_operation
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_packed_rows_are_composed_as_what_they_stand_for(device, operation, dtype):

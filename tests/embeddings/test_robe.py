@@ -81,17 +81,6 @@ def test_the_mean_of_many_rows_is_exact_in_bf16_too():
     torch.testing.assert_close(group.weight[0].float(), weight.float().mean(0), rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("block", [0, 3, 24])
-def test_blocks_that_do_not_fit_are_refused(block):
-    with pytest.raises(ValueError, match=rf"robe block is {block}; set --robe.block to a divisor"):
-        Robe([10], 16, block=block)
-
-
-def test_fewer_than_one_row_is_refused():
-    with pytest.raises(ValueError, match=r"robe rows is 0; set --robe.rows to 1 or more"):
-        Robe([10], 4, rows=0)
-
-
 @pytest.mark.gpu
 def test_a_gpu_finds_the_same_pieces_of():
     group = Robe([3_000_000_000 // 4096, 500], 8, rows=100, block=4)

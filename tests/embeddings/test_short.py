@@ -105,12 +105,6 @@ def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, 
         torch.testing.assert_close(found, results[0], **close)
 
 
-def test_a_dim_that_is_not_possible_is_refused():
-    for dim in (0, 9):
-        with pytest.raises(ValueError, match=rf"short dim is {dim}; set --short.dim to 1 .. 8"):
-            build("short", [5], 8, dim=dim)
-
-
 def test_a_scale_multiplies_the_weights():
     group = build("short", [50], 8, dim=2, keep=20, scale=3.0)
     torch.testing.assert_close(group.to_dense()[0, :2], 3 * group.weight[0, 2:4])
