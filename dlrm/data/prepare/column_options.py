@@ -39,6 +39,8 @@ class ColumnOptions(Closed):
     """Of a number; see :mod:`dlrm.data.prepare.numbers`."""
     buckets: Annotated[Whole, Ge(2)] = 32
     """Number of buckets of the transform ``quantile``."""
+    bucketed: bool = False
+    """Of a number: the buckets that ``quantile`` would make are ids, next to the number."""
     min_count: Positive | None = None
     """Rarer values of a category or list share the id of unseen values."""
     cap: Positive | None = None

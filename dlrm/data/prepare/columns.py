@@ -50,19 +50,19 @@ class Feature:
     name: str
     column: Column
     part: str = ""
-    """Of a time."""
+    """Of a time, or the bucket of a number."""
 
     @property
     def dense(self) -> bool:
         """Whether it is a number; all others are ids."""
-        if self.column.kind == "time":
+        if self.part:
             return self.part == "age"
         return self.column.kind == "number" and self.column.options.transform != "quantile"
 
     @property
     def bucketed(self) -> bool:
         """Whether it is a number whose buckets are ids."""
-        return self.column.kind == "number" and self.column.options.transform == "quantile"
+        return self.column.kind == "number" and not self.dense
 
     @property
     def multi_hot(self) -> bool:
@@ -190,6 +190,8 @@ def _features(columns: Sequence[Column]) -> Iterator[Feature]:
     for column in columns:
         if column.kind in ("number", "category", "list"):
             yield Feature(name=column.name, column=column)
+            if column.options.bucketed and column.options.transform != "quantile":
+                yield Feature(name=f"{column.name}_bucket", column=column, part="bucket")
         elif column.kind == "time":
             for part in column.options.parts or ():
                 yield Feature(name=f"{column.name}_{part}", column=column, part=part)

@@ -50,8 +50,9 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
     # The parts of a time share what was parsed.
     moments: dict[str, np.ndarray] = {}
     for feature in plan.features:
-        name, own = feature.column.name, feature.column.options
-        if feature.part:
+        column = feature.column
+        name, own = column.name, column.options
+        if column.kind == "time":
             if name not in moments:
                 form = own.format, own.unit
                 moments[name] = values.times(raw[name], name, options.missing, *form)

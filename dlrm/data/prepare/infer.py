@@ -95,11 +95,11 @@ def plan_columns(
 
 
 def _bucketed(column: Column) -> Column:
-    """A number as one of its buckets, in a table without ids; other columns as they are."""
-    if column.kind != "number" or column.options.transform != "auto":
+    """A number with its bucket, in a table without ids; other columns as they are."""
+    if column.kind != "number":
         return column
-    why = f"{column.why}; in buckets, as a model needs ids"
-    return replace(column, why=why, options=replace(column.options, transform="quantile"))
+    why = f"{column.why}; buckets are ids, which a model needs"
+    return replace(column, why=why, options=replace(column.options, bucketed=True))
 
 
 _USELESS = ColumnOptions(kind="drop")
@@ -221,7 +221,7 @@ def _becomes(column: Column, table: TableOptions) -> str:
     if column.kind == "number":
         special = {"quantile": "a bucket", "log3": "0 before it"}
         missing = special.get(str(options.transform), "0 after it")
-        return f"{options.transform}, missing: {missing}"
+        return f"{options.transform}, missing: {missing}{', and a bucket' * options.bucketed}"
     if column.kind in ("category", "list"):
         limits = {"min_count": options.min_count, "cap": options.cap, "hash": options.hash}
         told = [f"{name} {value}" for name, value in limits.items() if value not in (None, 1)]

@@ -152,11 +152,11 @@ def test_the_columns_are_printed_before_an_error_about_them(tmp_path, script, ca
     """Without any category, the error came before a word on what had been found."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"label": [0, 1] * 500, "amount": [1.5, 2.5] * 500}), path)
-    (tmp_path / "options").write_text("columns: {amount: {kind: number, transform: log}}")
+    (tmp_path / "options").write_text("columns: {amount: drop}")
     program, given = script("prepare_table"), ["--config", str(tmp_path / "options")]
     assert program.main([str(path), "--output", str(tmp_path / "out"), *given]) == 2
     printed = capsys.readouterr()
-    assert re.search(r"amount +\w+ +number +log", printed.out)
+    assert re.search(r"amount +\w+ +drop +left out", printed.out)
     assert "set one with columns: {NAME: category} in the YAML of --config" in printed.err
 
 
