@@ -38,6 +38,7 @@ from dlrm.kernels.update.packed import record_bytes
 
 FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
 RATED = 0.4  # the same next to the rates of ids, which say most of what one weight says
+LEFT = (1 - FIRST) / (1 - RATED)  # what rates leave to rows: a rate and RATED of that are FIRST
 FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rounded rows
 EQUAL = Effects((0.1,) * RANGES)  # if nothing is known of what ids say
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
@@ -333,6 +334,6 @@ def expected_loss(
         chosen = replace(
             full, dim=options.get("dim", embedding_dim), dtype=options.get("dtype", dtype)
         )
-        kept = table.utility(chosen, options.get("keep", rows))
-        lost += (table.utility(full, rows) - kept) / max(int(count.sum()), 1)
+        missing = table.utility(full, rows) - table.utility(chosen, options.get("keep", rows))
+        lost += missing * (LEFT if own.rated else 1.0) / max(int(count.sum()), 1)
     return lost / 2

@@ -34,7 +34,8 @@ def build(name: str) -> str:
     """A table by the name of its mark, with a line that says where its figures come from."""
     table = TABLES[name]
     results = [read(file) for file in table["files"]]
-    rows = list(getattr(table_rows, table["rows"])(*results)) if "rows" in table else None
+    given = {"metric": table["metric"]} if "metric" in table else {}
+    rows = list(getattr(table_rows, table["rows"])(*results, **given)) if "rows" in table else None
     rows = results[0]["results"] if rows is None else rows
     if "sort" in table:
         rows.sort(key=itemgetter(*table["sort"]))

@@ -48,9 +48,9 @@ def busy(result: Result) -> Rows:
 
 
 def relative_to_dense(result: Result) -> Rows:
-    """Steps with their speed relative to dense tables at the same batch."""
-    dense = {r["batch"]: r["ms"] for r in result["results"] if r["kind"] == "dense"}
-    return [{**r, "share": dense[r["batch"]] / r["ms"]} for r in result["results"]]
+    """Steps with their speed relative to dense tables with the same rule and batch."""
+    dense = {(r["rule"], r["batch"]): r["ms"] for r in result["results"] if r["kind"] == "dense"}
+    return [{**r, "share": dense[r["rule"], r["batch"]] / r["ms"]} for r in result["results"]]
 
 
 def tt_alone(result: Result) -> Iterator[Mapping[str, Any]]:
@@ -266,19 +266,14 @@ def latest(first: Result, *later: Result) -> list[dict[str, Any]]:
     return rows
 
 
-def qualities(*results: Result) -> Rows:
-    """Quality of each kind at equal memory."""
-    return pivot(latest(*results))
+def at_equal_bytes(*results: Result, metric: str = "AUC") -> Rows:
+    """Quality, or another metric, of each kind at equal memory."""
+    return pivot(latest(*results), metric)
 
 
 def sample_quality(*results: Result) -> Rows:
     """The same on real data, kinds with rows of other types included."""
     return pivot([row for row in latest(*results) if row["emb"] != "tt+cache"], seeds=2)
-
-
-def speeds(result: Result) -> Rows:
-    """Training throughput of each kind at equal memory."""
-    return pivot(result["results"], "samples/s")
 
 
 def boosted_trees(*_: Result) -> str:
@@ -293,9 +288,7 @@ def best_possible(result: Result) -> str:
 
 
 def sample_figure(*results: Result) -> pd.DataFrame:
-    """Points of the figure of the sample: those of several seeds; of kinds with rows of several
-    types int8 alone.
-    """
+    """Points of the figure of the sample, of several seeds; of kinds of several types int8 only."""
     found = [row for row in latest(*results) if row["seeds"] > 1 and row["emb"] != "tt+cache"]
     typed = {row["emb"].partition(" ")[0] for row in found if " " in row["emb"]} - {"tt"}
     return pd.DataFrame([{**row, "data": "sample"} for row in found if row["emb"] not in typed])
@@ -384,16 +377,23 @@ def fine_tuned(result: Result) -> Iterator[Mapping[str, Any]]:
         yield {**r, **means, "budget": r["budget"] or ""}
 
 
-def bench(result: Result) -> Rows:
-    """Test AUC and log loss on each log: of boosted trees, and of each kind at each ratio."""
-    rows: dict[str, dict[str, str]] = {"boosted trees": {}}
-    for log, r in result["trees"].items():
-        rows["boosted trees"][log] = f"{r['auc']:.4f} / {r['log_loss']:.4f}"
+def bench(result: Result, *, metric: str) -> Rows:
+    """A test metric on each log: of boosted trees, and of each kind at each ratio."""
+    logs, name = sorted(result["trees"]), metric.lower().replace(" ", "_")
+    rows = {"boosted trees": {log: f"{r[name]:.4f}" for log, r in result["trees"].items()}}
     for r in sorted(result["results"], key=lambda r: (r["ratio"] > 1, len(r["budget"] or ""))):
-        name = f"`{r['emb']}` {r['budget'] or ''}"
-        rows.setdefault(name, {})[r["log"]] = f"{r['AUC']:.4f} / {r['log loss']:.4f}"
-    return [{"": name, **{log: row.get(log, "-") for log in rows["boosted trees"]}}
-            for name, row in rows.items()]  # fmt: skip
+        row = rows.setdefault(f"`{r['emb']}` {r['budget'] or ''}", {})
+        row[r["log"]] = spread(r[metric], r[f"{metric} std"])
+    return [{"": kind, **{log: row.get(log, "-") for log in logs}} for kind, row in rows.items()]
+
+
+def over_days(result: Result) -> Rows:
+    """Progressive AUC on each log, of each kind at each ratio."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for r in result["summary"]:
+        own = rows.setdefault((r["log"], r["kind"]), dict.fromkeys(("1x", "10x", "100x"), ""))
+        own[f"{r['ratio']:g}x"] = spread(r["auc"], r["spread"])
+    return [{"log": log, "`--emb`": f"`{kind}`", **own} for (log, kind), own in rows.items()]
 
 
 FIGURES: dict[str, Callable[..., pd.DataFrame]] = {"sample": sample_figure}

@@ -145,6 +145,12 @@ def test_next_to_rates_fewer_ids_get_longer_rows():
     (_, plain), (_, rated) = plans[0] + plans[1]
     assert rated["dim"] > plain["dim"]
     assert rated["keep"] < plain["keep"]
+
+    # Rates say two thirds of it: one weight says 0.8 of the whole, and 0.4 of what is left.
+    plan = [("drop", {"keep": 100})]
+    lost = [loss(plan, counts, 16, [Effects(MUCH.by_range, rated)]) for rated in (False, True)]
+    assert lost[0] > 0
+    assert lost[1] == pytest.approx(lost[0] / 3)
     expected = [loss(plan, counts, 16, [Effects(MUCH.by_range, True)]) for plan in plans]
     assert expected[1] < expected[0]
 
