@@ -91,7 +91,7 @@ def make_sharding_plan(
     _check_devices(world, plan)
     dim = spec["embedding_dim"]
     given = by, tables or {}, sharded_from(threshold, dim)
-    types = _sharding_types(names, num_rows, spec, *given, on_gpu=world.device.type == "cuda")
+    types = _sharding_types(names, num_rows, spec, *given)
     if world.size == 1 or set(types) == {"replicate"}:
         return None
 
@@ -154,8 +154,6 @@ def _sharding_types(
     by: str,
     tables: Mapping[str, str],
     threshold: int,
-    *,
-    on_gpu: bool,
 ) -> list[str]:
     """The sharding type of each table; other arguments as in :func:`make_sharding_plan`."""
     for name in tables:
@@ -172,17 +170,10 @@ def _sharding_types(
         # Small tables, and those that can't be sharded, are replicated.
         large = kind == "paged" or (kind in SHARDED and rows >= threshold)
         large &= not whole and _dtype_of(options, spec) != "int4"
-        unproven = kind == "dynamic" and on_gpu
-        large &= not unproven
         sharding_type = tables.get(name, by if large else "replicate")
         if sharding_type == "auto" and kind == "dynamic":
             sharding_type = "row"  # a hash spreads ids evenly over the rows
 
-        if sharding_type != "replicate" and unproven:
-            raise ValueError(
-                f"--sharding.tables shards {name} by {sharding_type}, but on GPUs tables of kind "
-                "dynamic are replicated: remove it there"
-            )
         if sharding_type != "replicate" and kind not in SHARDED:
             raise ValueError(
                 f"--sharding.tables shards {name} by {sharding_type}, but tables of kind {kind} "

@@ -1,8 +1,12 @@
-"""Run by ``torchrun`` in test_distributed.py: one process of several, checked against one alone."""
+"""Run by ``torchrun`` in test_processes.py: one process of several, checked against one alone.
+
+With the argument ``gpus``, each process has a GPU, and steps with dynamic tables are captured.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -97,26 +101,31 @@ def train(
     dtype="fp32",
     precision="fp32",
     totals=TOTALS,
+    mode="auto",
+    interaction="dot",
     **sharding,
 ):
     """Losses and gradient norms of a few steps, and the model."""
     plan = [("dense", {})] + [(kind, own or OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
     recipe = {"num_dense": 4, "num_embeddings": SIZES, "embedding_dim": 8, "plan": plan}
-    recipe["tables_dtype"] = dtype
+    recipe |= {"tables_dtype": dtype, "interaction": interaction, "cross_rank": 4}
     torch.manual_seed(0)
     spreading = make_sharding_plan(world, NAMES, recipe, rule=rule, **sharding)
-    model = DLRM(**recipe, bottom_mlp=[8], top_mlp=[8], sharding=spreading)
+    with world.device:
+        model = DLRM(**recipe, bottom_mlp=[8], top_mlp=[8], sharding=spreading)
     optimizers = [
         RowOptimizer(model.dense_parameters(), rule, lr=0.05),
         # Stochastic rounding draws other numbers for shards than for a whole table.
         RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05, stochastic=dtype != "int8"),
     ]
     reducer = GradientReducer.of(model, optimizers[1], world)
-    step = TrainStep(model, optimizers, precision=precision, clip_norm=clip_norm, reducer=reducer)
+    options = {"precision": precision, "clip_norm": clip_norm, "mode": mode}
+    step = TrainStep(model, optimizers, **options, reducer=reducer)
     if world.size > 1:
         assert step.prefetcher.look_ahead(8) == (spreading is not None and spreading.peers)
     values = []
-    shares = [share_of(b, world) for b in batches(multi_hot=multi_hot, totals=totals)]
+    whole = batches(multi_hot=multi_hot, totals=totals)
+    shares = [share_of(batch, world).to(world.device) for batch in whole]
     prepared = itertools.chain(shares[:1], step.prefetcher(shares[1:]))  # by itself, and ahead
     for index, mine in enumerate(prepared):
         values += [float(v) for v in step(mine, norms=True).values()]
@@ -127,13 +136,16 @@ def train(
 
 def check_training(world, name, kind, **options):
     """The losses of one process, and equal replicas."""
-    one, whole = train(World(), kind, **{k: v for k, v in options.items() if k in COMMON})
+    alone = World(device=world.device)
+    one, whole = train(alone, kind, **{k: v for k, v in options.items() if k in COMMON})
     many, model = train(world, kind, **options)
     exact = "bf16" not in (options.get("comm_dtype"), options.get("precision"))
     if not exact:
         one, many = one[::3], many[::3]  # losses alone
     worst = max(abs(a - b) for a, b in zip(one, many, strict=True))
     assert worst <= (TOLERANCE if exact else 1e-2), f"{name}: off by {worst}: {one} {many}"
+    if kind == "dynamic":
+        assert model.sparse_arch.id_counts() == whole.sparse_arch.id_counts(), name
     tables = model.sparse_arch.to_dense()
     for tensor in (*model.dense_parameters(), *tables):
         copies = [torch.empty_like(tensor) for _ in range(world.size)]
@@ -147,7 +159,8 @@ def check_training(world, name, kind, **options):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=noise, msg=name)
 
 
-COMMON = {"own", "rule", "multi_hot", "clip_norm", "dtype", "precision", "totals"}
+COMMON = {"own", "rule", "multi_hot", "clip_norm", "dtype", "precision", "totals", "mode"}
+COMMON |= {"interaction"}
 
 
 FEW = {"rows": 64, "half_life": 2}  # so that ids are evicted
@@ -246,9 +259,24 @@ def check_pages(world):
             torch.testing.assert_close(full, dense.weight.grad.to_dense(), rtol=1e-5, atol=1e-5)
 
 
+def check_gpus(world):
+    """Dynamic tables in shards, whose ids are placed and evicted in captured steps."""
+    ways = ("row", "peers"), ("row", "collective"), ("table", "peers")
+    for (by, exchange), (name, options) in itertools.product(ways, DYNAMIC.items()):
+        options = {"threshold": 40, "by": by, "exchange": exchange, **options}
+        if options.get("multi_hot") is not True:
+            options |= {"mode": "graph", "totals": [64] * 8}
+        check_training(world, f"dynamic, {name}, by {by}, {exchange}", "dynamic", **options)
+    check_training(world, "cross layers", "dense", interaction="dcn", by="row", threshold=300)
+
+
 def main():
-    """Check all that there is, or what the arguments name."""
+    """Check all that there is, or on GPUs what has other kernels there."""
     world = World.from_environment()
+    if "gpus" in sys.argv:
+        world.join(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        check_gpus(world)
+        return finish(world)
     world.join(torch.device("cpu"))
     check_pages(world)
     check_a_bag_is_sent_as_one_vector(world)
@@ -280,6 +308,7 @@ def main():
         options["totals"] = [64, 3, 1]
         check_training(world, f"bags in bf16, ranks without tables, {bags}", "tt", **options)
     check_training(world, "clip", "dense", clip_norm=0.05)
+    check_training(world, "cross layers", "dense", interaction="dcn")
     check_training(world, "replicas", "dense", by="replicate")
     for exchange in ("peers", "collective"):
         options = {"comm_dtype": "bf16", "exchange": exchange, "clip_norm": 0.05}
@@ -291,6 +320,11 @@ def main():
             by = "row" if rule == "rowwise_adagrad" else "column"
             options = {"rule": rule, "by": by, "exchange": exchange, "clip_norm": 0.05}
             check_training(world, f"{rule}, {exchange}", "dense", **options)
+    finish(world)
+
+
+def finish(world):
+    """Leave the process group together, and say so."""
     world.wait()
     world.leave()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

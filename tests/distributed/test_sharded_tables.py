@@ -84,11 +84,6 @@ def test_rows_of_any_ids_are_sharded_by_row_and_those_in_int4_not():
     with pytest.raises(ValueError, match="shards a by column, but a row of --emb dynamic is made"):
         make_sharding_plan(world, NAMES, recipe, threshold=100, by="column")
 
-    gpus = World(rank=0, size=2, device=torch.device("cuda", 0))
-    assert make_sharding_plan(gpus, NAMES, recipe, threshold=100, exchange="collective") is None
-    with pytest.raises(ValueError, match="on GPUs tables of kind dynamic are replicated: remove"):
-        make_sharding_plan(gpus, NAMES, recipe, tables={"a": "row"}, exchange="collective")
-
 
 @pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
 def test_one_sum_for_a_row_needs_all_its_columns(options):
