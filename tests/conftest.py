@@ -19,6 +19,7 @@ if not torch.cuda.is_available():  # before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+import torch.distributed as dist
 
 from dlrm.utils.cpus import cpu_count
 
@@ -72,6 +73,15 @@ def pytest_collection_modifyitems(items):
         elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     items.sort(key=lambda item: "slow" in item.keywords)
+
+
+@pytest.fixture
+def group_of_one():
+    """A process group of this process alone, in which sums over processes change nothing."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class CastLayers(NamedTuple):
     """The weights of all layers: V of each, W of each, b of each."""
 
     weights: tuple[Tensor, ...]
-    late: list[Tensor]  # factors of the gradients of V and W, from one backward pass to the next
+    late: list[list[Tensor]]  # factors of the gradients of V and W of each, in a backward pass
 
 
 @triton.jit
@@ -170,27 +170,28 @@ class _Concatenate(torch.autograd.Function):
         return grad_bottom, None, *grad_parts
 
 
-class _Cast(torch.autograd.Function):
-    """The matrices of all layers in the type of their products.
+class _Late(torch.autograd.Function):
+    """The matrices of a layer, cast to the type of their products.
 
     :class:`_CrossNetwork` hands their gradients over as pairs of factors, and here they are
     multiplied: autograd gets here when all that depends on the gradient of the input is launched.
+    It begins with the last layer, whose gradients may be sent during the products of the next one.
     """
 
     @staticmethod
-    def forward(ctx: Any, late: list[Tensor], dtype: torch.dtype, *wide: Tensor) -> Any:
+    def forward(
+        ctx: Any, factors: list[Tensor], low: Sequence[Tensor], down: Tensor, up: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.late, ctx.dtype = late, wide[0].dtype
-        low = [torch.empty_like(matrix, dtype=dtype) for matrix in wide]
-        torch._foreach_copy_(low, list(wide))
+        ctx.factors, ctx.dtype = factors, down.dtype
         return tuple(low)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.late[::2], ctx.late[1::2], strict=True)
+        pairs = zip(ctx.factors[::2], ctx.factors[1::2], strict=True)
         found = [_product(left.t(), right, ctx.dtype) for left, right in pairs]
-        ctx.late.clear()
+        ctx.factors.clear()
         return None, None, *found
 
 
@@ -199,7 +200,7 @@ class _CrossNetwork(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, late: list[Tensor], overwrites: bool, first: Tensor, *weights: Tensor
+        ctx: Any, late: list[list[Tensor]], overwrites: bool, first: Tensor, *weights: Tensor
     ) -> Tensor:
         layers = len(weights) // 3
         inputs: list[Tensor] = [first]
@@ -227,8 +228,6 @@ class _CrossNetwork(torch.autograd.Function):
         grad = grad.contiguous()
         grad_first = torch.empty_like(first)
 
-        of_downs: list[Tensor] = []
-        of_ups: list[Tensor] = []
         grad_biases: list[Tensor] = []
         for layer in reversed(range(layers)):
             grad_product = torch.empty_like(first)
@@ -241,10 +240,9 @@ class _CrossNetwork(torch.autograd.Function):
                 REPEATS=REPEATS, BEGIN=layer == layers - 1, END=layer == 0,
             )  # fmt: skip
 
-            # The products of all layers with the weights come last, in fewer and larger ones.
+            # The products for the gradients of the weights come last.
             grad_narrow = grad_product @ ups[layer]
-            of_downs[:0] = [grad_narrow, inputs[layer]]
-            of_ups[:0] = [grad_product, narrow[layer]]
+            ctx.late[layer][:] = grad_narrow, inputs[layer], grad_product, narrow[layer]
             grad_biases.insert(0, partial.sum(0).to(biases[layer].dtype))
             if layer:
                 if layer == layers - 1 and not ctx.overwrites:
@@ -252,7 +250,6 @@ class _CrossNetwork(torch.autograd.Function):
                 grad.addmm_(grad_narrow, downs[layer])
 
         grad_first.addmm_(grad_narrow, downs[0])
-        ctx.late[:] = [*of_downs, *of_ups]
         return None, None, grad_first, *[None] * (2 * layers), *grad_biases
 
 
@@ -332,9 +329,15 @@ def cast_layers(
         return layers
     for layer in layers:
         require_contiguous(**layer._asdict())
-    late: list[Tensor] = []
+    late: list[list[Tensor]] = [[] for _ in layers]
     downs, ups, biases = zip(*layers, strict=True)
-    return CastLayers((*_Cast.apply(late, dtype, *downs, *ups), *biases), late)
+    low = [torch.empty_like(matrix, dtype=dtype) for matrix in (*downs, *ups)]
+    with torch.no_grad():
+        torch._foreach_copy_(low, [*downs, *ups])
+    lows = zip(low[: len(layers)], low[len(layers) :], strict=True)
+    cast = [_Late.apply(*each) for each in zip(late, lows, downs, ups, strict=True)]
+    downs, ups = zip(*cast, strict=True)
+    return CastLayers((*downs, *ups, *biases), late)
 
 
 def cross_network(

@@ -29,11 +29,11 @@ SMALL = 8  # rows per sample of the global batch; larger tables send entries, no
 class GradientReducer:
     """Sums gradients over the processes, so that replicas stay bitwise equal.
 
-    The dense gradients form two buckets. The early one is sent while the backward pass is still
-    running, as soon as it is complete. The row gradients of small tables are converted to dense
-    ones and sent together in one all-reduce, with a mask of the rows that have a gradient, unless
-    the optimizer leaves a row unchanged if its gradient is zero. Those of large tables are gathered
-    from all processes.
+    The dense gradients are sent in parts while the backward pass is still running: those of the
+    top MLP, of each cross layer, and of the bottom MLP. The row gradients of small tables are
+    converted to dense ones and sent together in one all-reduce, with a mask of the rows that have a
+    gradient, unless the optimizer leaves a row unchanged if its gradient is zero. Those of large
+    tables are gathered from all processes.
 
     Args:
         model: the same on every process, except for the shards of tables.
@@ -46,21 +46,23 @@ class GradientReducer:
 
     def __init__(self, model: DLRM, optimizer: RowOptimizer, world: World) -> None:
         self.world, self.local = world, set(model.sparse_arch.local_parameters())
-        # The backward pass computes the gradients of the early parameters first.
-        self._early = [*model.top_mlp.parameters(), *model.interaction.parameters()]
-        self._late = [*model.bottom_mlp.parameters()]
+        # Parts that are sent together, in the order in which a backward pass completes them.
+        layers = reversed(getattr(model.interaction, "layers", ()))
+        modules = model.top_mlp, *layers, model.bottom_mlp
+        self._parts = [[*module.parameters()] for module in modules]
+        self._side = side_stream_of(self._parts[0][0].device, "gradients")
         self._embeddings = [p for p in model.sparse_arch.parameters() if p not in self.local]
         self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
-        self._sent: tuple[Tensor, dist.Work] | None = None
         self.drop_gradients()
         this = ref(self)  # so that a parameter does not keep the reducer alive
 
-        def on_gradient(_: Tensor) -> None:
+        def on_gradient(part: int, _: Tensor) -> None:
             if (reducer := this()) is not None:
-                reducer._on_early_gradient()
+                reducer._on_gradient(part)
 
-        for parameter in self._early:
-            parameter.register_post_accumulate_grad_hook(on_gradient)
+        for part, parameters in enumerate(self._parts):
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(partial(on_gradient, part))
 
     @classmethod
     def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> GradientReducer | None:
@@ -80,34 +82,42 @@ class GradientReducer:
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that was interrupted."""
-        self._missing, self._sent = len(self._early), None
+        self._missing = [len(part) for part in self._parts]
+        self._sent = 0  # parts
 
-    def _on_early_gradient(self) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self._missing = len(self._early)
-            flat = _flatten([p.grad for p in self._early if p.grad is not None])
-            self._sent = flat, dist.all_reduce(flat, async_op=True)
+    def _on_gradient(self, part: int) -> None:
+        self._missing[part] -= 1
+        while self._sent < len(self._parts) and not self._missing[self._sent]:
+            self._send()  # in the same order on every process
 
-    @torch.no_grad()
-    def reduce_dense(self, loss: Tensor) -> Tensor:
-        """All-reduce the gradients of the dense parameters.
+    def _send(self) -> None:
+        part = self._parts[self._sent]
+        self._sent += 1
+        self._sum([p.grad for p in part if p.grad is not None])
+
+    def _sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors in place, next to the backward pass."""
+        with self._side.fork(), dist._coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def sum_loss(self, loss: Tensor) -> Tensor:
+        """The loss of the global batch, after :meth:`reduce_dense`.
 
         Args:
             loss: sum over the local samples, divided by the size of the global batch; 0-d.
-
-        Returns:
-            The loss of the global batch.
         """
-        flat = _flatten([*(p.grad for p in self._late if p.grad is not None), loss])
-        work = dist.all_reduce(flat, async_op=True)
-        if self._sent is not None:
-            early, sent = self._sent
-            sent.wait()
-            _set_gradients(self._early, early)
-            self._sent = None
-        work.wait()
-        return _set_gradients(self._late, flat).view(())
+        total = loss.detach().clone()
+        self._sum([total])
+        return total
+
+    @torch.no_grad()
+    def reduce_dense(self) -> None:
+        """Wait for the sums of the gradients of the dense parameters."""
+        while self._sent < len(self._parts):  # a parameter has no gradient
+            self._send()
+        self._side.join()
+        self.drop_gradients()
 
     @torch.no_grad()
     def reduce_embeddings(self, batch: Batch, context: LookupContext) -> None:
@@ -141,7 +151,7 @@ class GradientReducer:
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
         if self.local and batch.offsets is None:  # bags take no other stream, which a capture lacks
-            side_stream_of(self._late[0].device, "exchange").join()
+            side_stream_of(self.world.device, "exchange").join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""

@@ -203,13 +203,14 @@ class TrainStep:
         Returns:
             What :meth:`__call__` returns.
         """
+        reducer = self.reducer
+        out = {"loss": loss.detach() if reducer is None else reducer.sum_loss(loss)}
         loss.backward()
-        out = {"loss": loss.detach()}
         norms = self._wants_norms(norms)
-        if (reducer := self.reducer) is not None:
+        if reducer is not None:
             with self._side.fork(wait=False):
                 reducer.reduce_embeddings(batch, context)
-            out["loss"] = reducer.reduce_dense(out["loss"])
+            reducer.reduce_dense()
             self.losses.total.add_(out["loss"])
             if norms:
                 self._side.join()

@@ -79,6 +79,7 @@ PURPOSES = {
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs
     "exchange": -1,  # vectors and gradients of sharded tables
+    "gradients": -1,  # of replicated parameters are summed
     "arrival": -1,  # rows from peers that will have gradients
     "rows": -1,  # rows of tables in host memory
 }

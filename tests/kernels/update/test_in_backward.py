@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dlrm.data.batch import Batch
 from dlrm.distributed.world import World
@@ -106,13 +105,6 @@ def test_a_second_backward_pass_is_refused(device):
             loss.backward()
         with pytest.raises(ValueError, match=r"shape \(9, 4\) .* use one apply_in_backward block"):
             run.loss(1, updates)
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")
