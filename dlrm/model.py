@@ -249,11 +249,12 @@ class DLRM(nn.Module):
             )
 
         # The look-ups run next to the bottom MLP, which is launched first: it takes longer for
-        # small batches.
-        interact = self.interaction.begin()
+        # small batches. What the interaction begins ends, in the backward pass, before that of the
+        # bottom MLP, next to which its large gradients are summed over processes.
         stream = side_stream_of(ids.device)
         begin = stream.record_event()
         bottom = self.bottom_mlp(dense.t())  # [B, D]
+        interact = self.interaction.begin()
         with stream.fork(after=begin):  # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         stream.join()
