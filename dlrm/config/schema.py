@@ -208,7 +208,8 @@ class ShardingConfig:
     tables: dict[str, ShardingType] = field(default_factory=dict)
     """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
     threshold: Natural | None = None
-    """Replicate dense and dynamic tables with fewer rows. Default: those of less than 6 MB."""
+    """Replicate dense and dynamic tables with fewer rows. Default: those of less than 6 MB; with
+    lists of ids none."""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
     type of the table."""

@@ -68,7 +68,7 @@ def make_sharding_plan(
         by: sharding type: auto, replicate, table, row or column.
         tables: sharding types of single tables by name.
         threshold: replicate dense and dynamic tables with fewer rows; None: with fewer than
-            ``LARGE`` weights.
+            ``LARGE`` weights, with ``counts`` none.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
         exchange: peers, collective, or auto: peers if GPUs of one host can access each other. With
             ``counts``, bags are exchanged by collectives.
@@ -90,7 +90,7 @@ def make_sharding_plan(
     _check_exchange(world, exchange)
     _check_devices(world, plan)
     dim = spec["embedding_dim"]
-    given = by, tables or {}, sharded_from(threshold, dim)
+    given = by, tables or {}, sharded_from(threshold, dim, bags=counts is not None)
     types = _sharding_types(names, num_rows, spec, *given)
     if world.size == 1 or set(types) == {"replicate"}:
         return None
@@ -142,9 +142,15 @@ def make_sharding_plan(
     return ShardingPlan(world=world, shards=shards, comm_dtype=narrow, peers=peers, text=text)
 
 
-def sharded_from(threshold: int | None, dim: int) -> int:
-    """Number of rows from which dense tables are sharded; see :func:`make_sharding_plan`."""
-    return LARGE // dim if threshold is None else threshold
+def sharded_from(threshold: int | None, dim: int, *, bags: bool = False) -> int:
+    """Number of rows from which dense tables are sharded; see :func:`make_sharding_plan`.
+
+    A bag crosses a link as one vector, however few rows its table has, while replicas need a
+    gradient for every look-up.
+    """
+    if threshold is None:
+        return 0 if bags else LARGE // dim
+    return threshold
 
 
 def _sharding_types(

@@ -29,6 +29,8 @@ def test_which_tables_are_held_in_pieces():
     assert make_sharding_plan(world, NAMES, RECIPE, threshold=None) is None
     large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
     assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).shards} == {0}
+    bags = make_sharding_plan(world, NAMES, RECIPE, lambda: [torch.tensor([2])] * 3, threshold=None)
+    assert {p.table for p in bags.shards} == {0, 1}
     paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
     found = make_sharding_plan(
         world, NAMES, paged, by="row", tables={"b": "replicate"}, comm_dtype="bf16"

@@ -74,7 +74,8 @@ class Case:
     @property
     def rows_from(self) -> int:
         """Rows from which dense tables are sharded."""
-        return sharded_from(self.threshold, self.shape.dim)
+        bags = self.shape.bag_sizes is not None
+        return sharded_from(self.threshold, self.shape.dim, bags=bags)
 
     def recipe(self, cap: int) -> dict[str, Any]:
         """The arguments of the model, its tables of at most ``cap`` rows."""
