@@ -25,9 +25,9 @@ class RowMoves(NamedTuple):
     """The rows to fetch and the rows to evict, at most ``most`` of each."""
 
     missing: Tensor
-    """Rows to fetch, ``[most]`` int32 ascending."""
+    """Rows to fetch, ``[most]`` int32."""
     leaving: Tensor
-    """Rows to evict for them, ``[most]`` int32 ascending; -1 if the slot is free."""
+    """Rows to evict for them, ``[most]`` int32; -1 if the slot is free."""
     targets: Tensor
     """Their slots, ``[most]`` int32."""
     counters: Tensor
