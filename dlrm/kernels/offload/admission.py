@@ -12,7 +12,7 @@ rows each way: of 64 bytes in 2.2 GB, they take 0.5 ms in ascending order and 4.
 256 bytes in 8.6 GB, 2.6 ms in ascending order. So time depends on the pages that are visited, of
 about 64 KB. While translations queue up, everything else in that part of the GPU waits: moving as
 many rows during four steps of 0.48 ms costs each step 0.09 ms with two programs, and 0.17 ms with
-16. So rows move in ascending order, in long windows, and beside a step by few programs.
+16. So rows move in order of their pages, in long windows, and beside a step by few programs.
 
 The LFU score of a row is the number of windows that used it; it halves every ``half_life`` windows.
 
