@@ -292,8 +292,9 @@ def _list_moves(
     counts = torch.zeros(4 + BINS.value + 2 * pages, dtype=torch.int32, device=ids.device)
     counters, histogram, pages_of = counts.split([4, BINS.value, 2 * pages])
     missing_pages, leaving_pages = pages_of.split(pages)
+    memory = ids.new_empty((2, 3, most), dtype=torch.int32)
     lists, ordered = (
-        RowMoves(*ids.new_empty((3, most), dtype=torch.int32), counters) for _ in range(2)
+        RowMoves(missing, leaving, targets, counters) for missing, leaving, targets in memory
     )
 
     options = {"AHEAD": ahead, "BLOCK": BLOCK}
