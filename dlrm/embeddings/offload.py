@@ -19,8 +19,8 @@ from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
 
-MAX_WINDOW = 16  # batches of a prefetch window
-MAX_LOOKUPS = 1 << 23  # of a prefetch window: more would gain little and take more memory
+MAX_WINDOW = 32  # batches of a prefetch window
+MAX_LOOKUPS = 1 << 24  # of a prefetch window: more would gain little and take more memory
 
 
 class Offload(PrefetchesRows, Embedding):
@@ -51,7 +51,7 @@ class Offload(PrefetchesRows, Embedding):
         embedding_dim: int,
         *,
         cache_rows: int | None = None,
-        cache_share: float = 0.015,
+        cache_share: float = 0.1,
         half_life: float = 1000.0,
         **common: Unpack[Common],
     ) -> None:

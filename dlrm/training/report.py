@@ -89,10 +89,12 @@ def opening(
     dense = model.dense_parameters()
     rows = splits["train"].rows
     weights = sum(parameter.numel() for parameter in dense)
+    cache = sizes.get("embeddings/cache_bytes", 0)
     text = (
         f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
         f"embeddings {format_bytes(sizes['embeddings/bytes'])} "
-        f"({sizes['embeddings/compression']:.1f}x), "
+        f"({sizes['embeddings/compression']:.1f}x"
+        f"{f', with a cache of {format_bytes(cache)}' if cache else ''}), "
         f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
     for name, split in splits.items():

@@ -48,3 +48,6 @@ def test_equal_labels_of_a_split_are_pointed_out():
     ]
     note = "note: that is 1 step, too few to learn much: raise --epochs, or lower --batch_size"
     assert opening("dense", model, splits, sizes, 1).splitlines() == [*told, note]
+    assert ", embeddings 80 B (1.0x), their" in told[0]
+    cached = opening("offload", model, splits, sizes | {"embeddings/cache_bytes": 30}, 20)
+    assert ", embeddings 80 B (1.0x, with a cache of 30 B), their" in cached

@@ -12,7 +12,7 @@ rows each way: of 64 bytes in 2.2 GB, they take 0.5 ms in ascending order and 4.
 256 bytes in 8.6 GB, 2.6 ms in ascending order. So time depends on the pages that are visited, of
 about 64 KB. While translations queue up, everything else in that part of the GPU waits: moving as
 many rows during four steps of 0.48 ms costs each step 0.09 ms with two programs, and 0.17 ms with
-16. So rows move in ascending order, in long windows, and beside a step by few programs.
+16. So rows move in order of their pages, in long windows, and beside a step by few programs.
 
 The LFU score of a row is the number of windows that used it; it halves every ``half_life`` windows.
 
@@ -36,7 +36,7 @@ FEW = 4096  # up to so many look-ups, all may miss; otherwise a quarter of them
 BINS = tl.constexpr(256)  # of scores; the last one is for slots that can't be taken
 LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins distinguish
 CLAIMED = tl.constexpr(-(2**31))  # instead of the slot of a missing row that is in the list
-NO_ROW = 2**31 - 1  # after the last missing row
+PAGE = 1 << 16  # bytes of host memory whose addresses are translated together
 
 
 class CacheIndex(NamedTuple):
@@ -104,10 +104,13 @@ def load_rows(ids, starts, k, inside, batch):
 
 @triton.jit
 def _list_missing(
-    index, ids, starts, missing, counters, n, batch, most,
+    index, ids, starts, missing, counters, pages, n, batch, most, shift,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mark the slots of the window's rows as used, and list the rows without a slot once each."""
+    """Mark the slots of the window's rows as used, and list the rows without a slot once each.
+
+    ``pages`` counts the listed rows by page: of a row, it is ``row >> shift``.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     row = load_rows(ids, starts, k, inside, batch)
@@ -130,7 +133,9 @@ def _list_missing(
     old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
     absent &= old != CLAIMED
     at = append(counters, absent)
-    tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
+    listed = absent & (at < most)
+    tl.store(missing + at, row.to(tl.int32), mask=listed)
+    tl.atomic_add(pages + (row >> shift), 1, mask=listed, sem="relaxed")
     tl.store(index.row_to_slot + row, -2 - window, mask=absent & (at >= most))
 
 
@@ -161,14 +166,15 @@ def _count_scores(index, histogram, capacity, AHEAD: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _evict(
-    index, leaving, targets, counters, histogram, most, capacity,
+    index, lists, histogram, pages, most, capacity, shift,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """List the slots with the lowest scores, one for each missing row if possible, and their rows.
 
     All slots in the bins below a limit are taken, and a random part of those in the bin at the
-    limit.
+    limit. ``pages`` counts their rows by page.
     """
+    counters = lists.counters
     now = tl.load(index.step)
     window = now + AHEAD
 
@@ -191,8 +197,9 @@ def _evict(
     taken &= at < wanted
 
     old = tl.load(index.slot_to_row + slot, mask=taken, other=-1)
-    tl.store(leaving + at, old, mask=taken)
-    tl.store(targets + at, slot, mask=taken)
+    tl.store(lists.leaving + at, old, mask=taken)
+    tl.store(lists.targets + at, slot, mask=taken)
+    tl.atomic_add(pages + (tl.maximum(old, 0) >> shift), 1, mask=taken, sem="relaxed")
     tl.store(index.last_used + slot, window, mask=taken)
     tl.store(index.lfu_score + slot, window.to(tl.float32) / index.half_life, mask=taken)
     tl.store(index.row_to_slot + old, -1, mask=taken & (old >= 0))
@@ -206,15 +213,35 @@ def _evict(
 
 
 @triton.jit
-def _assign(
-    index, missing, targets, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _order(lists, ordered, missing_ends, leaving_ends, most, shift, BLOCK: tl.constexpr):
+    """Order both lists by page, within one in any order.
+
+    The rows of a page go before its end, which counts those of both lists.
+    """
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    listed = tl.minimum(tl.load(lists.counters), most)
+    row = tl.load(lists.missing + k, mask=k < listed, other=0)
+    at = tl.atomic_add(missing_ends + (row >> shift), -1, mask=k < listed, sem="relaxed") - 1
+    tl.store(ordered.missing + at, row, mask=k < listed)
+
+    moves = tl.minimum(tl.load(lists.counters + 1), tl.load(lists.counters + 2))
+    old = tl.load(lists.leaving + k, mask=k < moves, other=0)
+    slot = tl.load(lists.targets + k, mask=k < moves, other=0)
+    page = tl.maximum(old, 0) >> shift
+    at = tl.atomic_add(leaving_ends + page, -1, mask=k < moves, sem="relaxed") - 1 - listed
+    tl.store(ordered.leaving + at, old, mask=k < moves)
+    tl.store(ordered.targets + at, slot, mask=k < moves)
+
+
+@triton.jit
+def _assign(index, lists, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Assign the slots to the missing rows; rows that get none are used in host memory."""
+    counters = lists.counters
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
     inside = k < tl.minimum(tl.load(counters), most)
-    row = tl.load(missing + k, mask=inside, other=0)
-    slot = tl.load(targets + k, mask=k < moves, other=0)
+    row = tl.load(lists.missing + k, mask=inside, other=0)
+    slot = tl.load(lists.targets + k, mask=k < moves, other=0)
     tl.store(index.slot_to_row + slot, row, mask=k < moves)
     new_slot = tl.where(k < moves, slot, -2 - (tl.load(index.step) + AHEAD))
     tl.store(index.row_to_slot + row, new_slot, mask=inside)
@@ -246,31 +273,45 @@ def move_rows(
     if not use_triton(ids, impl):
         move_rows_torch(index, tensors, ids, starts, ahead=ahead)
     elif ids.numel():
-        exchange_rows(tensors, _list_moves(index, ids, starts, ahead=ahead), background=ahead)
+        row_bytes = max(host.shape[1] * host.element_size() for host, _ in tensors)
+        shift = max(1, PAGE // row_bytes).bit_length() - 1
+        moves = _list_moves(index, ids, starts, ahead=ahead, shift=shift)
+        exchange_rows(tensors, moves, background=ahead)
 
 
-def _list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> RowMoves:
-    """Assign slots to the rows of a window, and list the rows that must move."""
+def _list_moves(
+    index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: bool, shift: int
+) -> RowMoves:
+    """Assign slots to the rows of a window, and list the rows that must move.
+
+    Args:
+        shift: log2 of the rows of a page of host memory, rounded down.
+    """
     n, capacity = ids.numel(), len(index.slot_to_row)
-    most = max(min(n, FEW), n // 4)
-    missing, leaving, targets = ids.new_full((3, most), NO_ROW, dtype=torch.int32)
-    counters = torch.zeros(4 + BINS.value, dtype=torch.int32, device=ids.device)
-    counters, histogram = counters[:4], counters[4:]
-    options = {"AHEAD": ahead, "BLOCK": BLOCK}
-
-    _list_missing[triton.cdiv(n, BLOCK),](
-        index, ids, starts, missing, counters, n, ids.shape[1], most, **options
+    most, pages = max(min(n, FEW), n // 4), (len(index.row_to_slot) >> shift) + 1
+    counts = torch.zeros(4 + BINS.value + 2 * pages, dtype=torch.int32, device=ids.device)
+    counters, histogram, pages_of = counts.split([4, BINS.value, 2 * pages])
+    missing_pages, leaving_pages = pages_of.split(pages)
+    memory = ids.new_empty((2, 3, most), dtype=torch.int32)
+    lists, ordered = (
+        RowMoves(missing, leaving, targets, counters) for missing, leaving, targets in memory
     )
+
+    options = {"AHEAD": ahead, "BLOCK": BLOCK}
+    _list_missing[triton.cdiv(n, BLOCK),](
+        index, ids, starts, lists.missing, counters, missing_pages, n, ids.shape[1], most, shift,
+        **options,
+    )  # fmt: skip
     grid = (triton.cdiv(capacity, BLOCK),)
     _count_scores[grid](index, histogram, capacity, **options)
-    _evict[grid](index, leaving, targets, counters, histogram, most, capacity, **options)
+    _evict[grid](index, lists, histogram, leaving_pages, most, capacity, shift, **options)
 
     # Host memory is accessed in this order, which visits each of its pages once.
-    missing = missing.sort().values
-    leaving, order = leaving.sort()
-    targets = targets[order]
-    _assign[triton.cdiv(most, BLOCK),](index, missing, targets, counters, most, **options)
-    return RowMoves(missing=missing, leaving=leaving, targets=targets, counters=counters)
+    ends = pages_of.cumsum(0, dtype=torch.int32)
+    grid = (triton.cdiv(most, BLOCK),)
+    _order[grid](lists, ordered, *ends.split(pages), most, shift, BLOCK=BLOCK)
+    _assign[grid](index, ordered, most, **options)
+    return ordered
 
 
 def flat_rows(ids: Tensor, starts: Tensor | None) -> Tensor:

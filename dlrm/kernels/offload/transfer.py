@@ -1,7 +1,8 @@
 """Exchange fetched and evicted rows between host memory and a cache on the GPU.
 
 A kernel reads and writes host memory by its address; the processors of the host do nothing. Bytes
-to move: each row and its state once each way.
+to move: each row and its state once each way. Arrays of rows and of their states move side by side,
+so that the time of a round trip to the host passes once and not for each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dlrm.kernels import tl, triton
 ELEMENTS = 16384  # that a program exchanges at a time
 ROWS = 1024  # at most
 MOVERS = 64  # programs, while a step waits for the rows
-BYTES_PER_MOVER = 32  # of a row with its state; a program beside a step for each of them,
+BYTES_PER_MOVER = 32  # of the longest row or state; a program beside a step for each of them,
 FEWEST, MOST = 2, 16  # within these
 
 
@@ -24,9 +25,9 @@ class RowMoves(NamedTuple):
     """The rows to fetch and the rows to evict, at most ``most`` of each."""
 
     missing: Tensor
-    """Rows to fetch, ``[most]`` int32 ascending."""
+    """Rows to fetch, ``[most]`` int32."""
     leaving: Tensor
-    """Rows to evict for them, ``[most]`` int32 ascending; -1 if the slot is free."""
+    """Rows to evict for them, ``[most]`` int32; -1 if the slot is free."""
     targets: Tensor
     """Their slots, ``[most]`` int32."""
     counters: Tensor
@@ -43,7 +44,16 @@ def _fetch(host, missing, k, moves, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _exchange(
+def _exchange(tensors, lists, SHAPES: tl.constexpr):
+    """Move the rows of every tensor, each by programs of its own."""
+    for index in tl.static_range(len(tensors)):
+        if tl.program_id(1) == index:
+            host, cache = tensors[index]
+            _exchange_one(host, cache, lists, SHAPES[index][0], SHAPES[index][1], SHAPES[index][2])
+
+
+@triton.jit
+def _exchange_one(
     host, cache, lists, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Move the rows of one tensor: evicted rows to the host, missing rows to their slots."""
@@ -77,15 +87,18 @@ def exchange_rows(
         moves: the rows and their slots.
         background: leave nearly the whole GPU to a step that runs at the same time.
     """
-    programs = MOVERS
-    if background:
-        row_bytes = sum(host.shape[1] * host.element_size() for host, _ in tensors)
-        programs = max(FEWEST, min(row_bytes // BYTES_PER_MOVER, MOST))
-
-    for host, cache in tensors:
+    shapes = []
+    for host, _ in tensors:
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)
-        block = max(4, min(ROWS, ELEMENTS // block_d))
-        warps = max(1, min(16, block * block_d // 512))
-        grid = (min(programs, triton.cdiv(len(moves.missing), block)),)
-        _exchange[grid](host, cache, moves, D=dim, BLOCK=block, BLOCK_D=block_d, num_warps=warps)
+        shapes.append((dim, max(4, min(ROWS, ELEMENTS // block_d)), block_d))
+
+    programs = MOVERS
+    if background:
+        row_bytes = max(host.shape[1] * host.element_size() for host, _ in tensors)
+        programs = max(FEWEST, min(row_bytes // BYTES_PER_MOVER, MOST))
+    rounds = triton.cdiv(len(moves.missing), min(block for _, block, _ in shapes))
+
+    warps = max(1, min(16, max(block * block_d for _, block, block_d in shapes) // 512))
+    grid = min(programs, rounds), len(tensors)
+    _exchange[grid](tuple(tensors), moves, SHAPES=tuple(shapes), num_warps=warps)

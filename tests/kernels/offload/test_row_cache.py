@@ -27,6 +27,7 @@ def _few_programs(monkeypatch):
         monkeypatch.setattr(sparse, "TILE", 1)
         monkeypatch.setattr(admission, "BLOCK", 32)
         monkeypatch.setattr(admission, "FEW", 64)
+        monkeypatch.setattr(admission, "PAGE", 64)
         monkeypatch.setattr(transfer, "MOVERS", 3)
         monkeypatch.setattr(transfer, "ROWS", 8)
 
