@@ -172,6 +172,7 @@ def _sharding_types(
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
         whole = table in shared or "mode" in options  # which shards can't look up
+        whole |= options.get("cache_share") is not None
 
         # Small tables, and those that can't be sharded, are replicated.
         large = kind == "paged" or (kind in SHARDED and rows >= threshold)
@@ -188,7 +189,8 @@ def _sharding_types(
         if sharding_type != "replicate" and whole:
             raise ValueError(
                 f"--sharding.tables shards {name} by {sharding_type}, but tables that features "
-                "share, and those with pooling mean or max, are replicated: remove it there"
+                "share, and those with pooling mean or max or rows in host memory, are "
+                "replicated: remove it there"
             )
         types.append(sharding_type)
     return types

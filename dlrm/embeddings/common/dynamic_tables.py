@@ -30,12 +30,13 @@ from dlrm.kernels.dynamic.slot_index import (
     buckets_for,
 )
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch
+from dlrm.kernels.offload.row_cache import cached_rows
 from dlrm.kernels.update.packed import storage, write_rows
 
 LOAD = 0.8  # of the slots, if there is one for every id: they fit, even if all come in one step
 SLOT_BYTES = 12  # id and score
 CHUNK = 1 << 18  # ids of a dense table that are placed at a time
-_STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
+STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
 
 
 class DynamicTables(CountsIds, Embedding):
@@ -60,6 +61,7 @@ class DynamicTables(CountsIds, Embedding):
         age: int = 100_000,
         admit: int = 1,
         chance: float = 1.0,
+        cache_share: float | None = None,
         **common: Any,
     ) -> None:
         if evict not in RULES:
@@ -79,6 +81,14 @@ class DynamicTables(CountsIds, Embedding):
                 f"dynamic chance is {chance}, it must be above 0, at most 1; set --dynamic.chance"
             )
 
+        if cache_share is not None:
+            if evict == "score" or common.get("dtype") is not None:
+                raise ValueError(
+                    "rows of dynamic tables in host memory are fp32 or bf16, and are fetched ahead "
+                    "of the step, where scores are not known: leave out --dynamic.cache_share, or "
+                    "--dynamic.evict score and int8 or int4 rows"
+                )
+            common["cache_share"] = cache_share
         slots = slots_of(num_embeddings, rows)
         if sum(slots) >= 2**31:
             raise ValueError(
@@ -96,7 +106,7 @@ class DynamicTables(CountsIds, Embedding):
         self._rules = index.eviction, index.admission
         known = zip(num_embeddings, slots, strict=True)
         self.bounds = [initial_bound(own if ids >= MANY_IDS else ids) for ids, own in known]
-        for name in _STATE:
+        for name in STATE:
             self.register_buffer(f"_{name}", getattr(index, name))
         self.register_buffer("_seed", torch.randint(2**62, ()))
         self._given_scores: Tensor | None = None  # of the shape of the ids, by set_clock
@@ -120,7 +130,7 @@ class DynamicTables(CountsIds, Embedding):
     @property
     def index(self) -> SlotIndex:
         """The index of the slots, where it is now."""
-        buffers = {name: getattr(self, f"_{name}") for name in _STATE + _SIZES}
+        buffers = {name: getattr(self, f"_{name}") for name in STATE + _SIZES}
         return SlotIndex(**buffers, eviction=self._rules[0], admission=self._rules[1])
 
     @torch.no_grad()
@@ -135,6 +145,9 @@ class DynamicTables(CountsIds, Embedding):
             self._write(table, torch.arange(few, device=rows.device), rows)
 
     def _clear(self) -> None:
+        for weight, _ in self.row_parts:
+            if (cached := cached_rows(weight)) is not None:
+                cached.release()
         index, self._given_scores = self.index, None
         index.ids.fill_(EMPTY)
         for tensor in (index.scores, index.sketch, index.counts, index.time[:2]):
@@ -203,6 +216,7 @@ class DynamicTables(CountsIds, Embedding):
 
         # An id that comes back starts from the row that it started from before.
         for weight, table_rows in self.row_parts:
+            cached = cached_rows(weight)
             reset_rows(
                 weight,
                 row_states(weight) or [],
@@ -213,6 +227,7 @@ class DynamicTables(CountsIds, Embedding):
                 ids,
                 self._bounds,
                 self._seed,
+                cached=cached.cached_slots if cached is not None and cached.active else None,
             )
         return placed.rows
 
@@ -286,7 +301,7 @@ class DynamicTables(CountsIds, Embedding):
         split = split_by_rows(rest, self.num_slots)
         weights = super().footprint()  # type: ignore[safe-super]
         return [
-            {**table, "index": size + share}
+            {**table, "index": table.get("index", 0) + size + share}
             for table, size, share in zip(weights, own, split, strict=True)
         ]
 
