@@ -14,7 +14,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_parts, rows_of_torch
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes
 from dlrm.utils.offsets import row_offsets
 
@@ -95,15 +95,22 @@ class QR(Embedding):
                     nn.init.uniform_(remainder, -bound, bound)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        options: dict[str, Any] = {"sparse": self.sparse, "sorter": context.sorter}
         q, r = (
-            lookup(weight, rows_of_torch(ids, tables, rows), **options)
+            lookup(
+                weight,
+                rows_of_torch(ids, tables, rows),
+                sparse=self.sparse,
+                sorter=context.sorter,
+            )
             for weight, rows in self._sides()
         )
         return compose(q, r, self.operation)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        q, r = lookup_parts(self._sides(), ids, sparse=self.sparse, sorter=context.sorter)
+        q, r = (
+            lookup_tables(weight, rows, ids, sparse=self.sparse, sorter=context.sorter)
+            for weight, rows in self._sides()
+        )
         return compose(q, r, self.operation)
 
     def _sides(self) -> Sequence[tuple[Tensor, TableRows]]:

@@ -1,7 +1,4 @@
-"""The kernels of :mod:`dlrm.kernels.lookup.pool`: sums and maxima of bags of rows, and gradients.
-
-In all of them ``ids`` may be None: look-up k is then of row k.
-"""
+"""The kernels of :mod:`dlrm.kernels.lookup.pool`: sums and maxima of bags, and gradients."""
 
 from __future__ import annotations
 
@@ -34,9 +31,7 @@ def pool(
         member = step + tl.arange(0, CHUNK)[None, :]
         live = member < length[:, None]
         at = begin[:, None] + member
-        id = at
-        if ids is not None:
-            id = tl.load(ids + at, mask=live, other=0)
+        id = tl.load(ids + at, mask=live, other=0)
         if entries[1] is not None:
             tl.store(entries[1] + at, tl.broadcast_to(owner[:, None], at.shape), mask=live)
 
@@ -96,9 +91,7 @@ def pool_max(
     for step in range(tl.max(length, 0)):
         live = step < length
         at = begin + step
-        id = at
-        if ids is not None:
-            id = tl.load(ids + at, mask=live, other=0)
+        id = tl.load(ids + at, mask=live, other=0)
         row = row_of(id, table, tables)
         if flat is not None:
             tl.store(flat + at, row, mask=live)
@@ -144,9 +137,7 @@ def pool_backward(
         if MODE == "max":
             value = tl.where(first == at[:, None], arrived, 0.0)
         if grad_scale is not None:  # the product of the row and the gradient of its bag
-            row = at
-            if flat is not None:
-                row = tl.load(flat + at, mask=live, other=0)
+            row = tl.load(flat + at, mask=live, other=0)
             looked = load_rows(source, row, at, live, column, D, KIND)
             dot = tl.sum(looked.to(tl.float32) * arrived, 1)
             tl.store(grad_scale + at, dot.to(grad_scale.dtype.element_ty), mask=live)

@@ -1,4 +1,4 @@
-"""Pool bags of rows of tables, or of vectors that are there already, all in one launch.
+"""Pool bags of rows of tables, all in one launch.
 
 In a training step the backward pass updates the rows itself: it sums the gradients of bags by row,
 and none is copied once per look-up. Where gradients are wanted, as for their norm, that of the
@@ -21,7 +21,7 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import RowSource, Weight
-from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, held_rows_torch, lookup, tiling
+from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
@@ -61,14 +61,14 @@ class _Request:
     """A look-up of bags, without the tensors that get gradients."""
 
     source: RowSource
-    ids: Tensor | None  # None: look-up k is of row k
+    ids: Tensor
     offsets: Tensor
     num_tables: int
-    tables: TableRows = NO_TABLES
+    tables: TableRows
     mode: str
-    sparse: bool = True
-    context: BagContext = NO_BAG_CONTEXT
-    update: FusedUpdate | None = None
+    sparse: bool
+    context: BagContext
+    update: FusedUpdate | None
 
     @property
     def bags(self) -> int:
@@ -82,7 +82,7 @@ class _Request:
 
 
 class _Pool(torch.autograd.Function):
-    """Bags of rows of a weight; or, without ids, of vectors."""
+    """Bags of rows of a weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor | None, request: _Request) -> Tensor:
@@ -93,7 +93,7 @@ class _Pool(torch.autograd.Function):
         # For the backward pass: the row of each look-up, its bag, and the look-ups of maxima.
         flat = owners = chosen = None
         learns = any(ctx.needs_input_grad[:2])
-        if learns and ids is not None:
+        if learns:
             flat = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
             if context.padded:
                 flat.fill_(-1)  # beyond the last bag: left out of the update
@@ -119,13 +119,8 @@ class _Pool(torch.autograd.Function):
             _apply(request, weight, flat, owners, grad.reshape(-1, dim))
             return None, None, None
 
-        if flat is None:  # what lies beyond the last bag has no gradient
-            values = torch.zeros_like(weight)
-            grad_scale = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
-        else:
-            values = weight.new_empty(flat.numel(), dim)
-            grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
-
+        values = weight.new_empty(flat.numel(), dim)
+        grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
         grid, sizes = tiling(request.bags, dim, TILE)
         if request.bags:
             source, kind = request.source.for_kernel()
@@ -135,8 +130,8 @@ class _Pool(torch.autograd.Function):
                 **sizes,
             )  # fmt: skip
 
-        grad_weight = values if flat is None else None
-        if flat is not None and ctx.needs_input_grad[0]:
+        grad_weight = None
+        if ctx.needs_input_grad[0]:
             if owners is not None:  # they were sorted for an update of whole bags
                 entries = entries.clone()
             (grad_weight,) = request.source.gradients(
@@ -217,8 +212,10 @@ def lookup_bags(
     """
     source = weight if isinstance(weight, Weight) else Weight(weight)
     weight = source.weight
-    check_bags(weight, len(tables.starts), bags, mode)
-
+    require_integers(weight, ids=bags.ids, offsets=bags.offsets)
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
+    bags.check(len(tables.starts), mode)
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
@@ -242,59 +239,6 @@ def lookup_bags(
         update=context.updates.take(weight) if alike and context.updates is not None else None,
     )
     return _Pool.apply(weight, bags.weights, request)
-
-
-def pool_bags(
-    vectors: Tensor,
-    bags: Bags,
-    num_tables: int,
-    *,
-    mode: str = "sum",
-    dtype: torch.dtype | None = None,
-    impl: str | None = None,
-) -> Tensor:
-    """Pool a bag of vectors per table and sample, such as rows that were widened.
-
-    Args:
-        vectors: those of all bags, table by table, ``[nnz, D]``; what lies beyond the last bag is
-            left out.
-        bags: offsets and weights of the vectors, one for each id (not checked). Weights need mode
-            sum and get a gradient.
-        num_tables: number of tables.
-        mode: sum, mean or max; an empty bag gives zeros. The gradient of max goes to the first of
-            equal entries.
-        dtype: of the result, whose sums are taken in fp32; None: that of the vectors.
-        impl: see :mod:`dlrm.kernels`.
-
-    Returns:
-        ``[B, F, D]``.
-
-    Raises:
-        ValueError: as :func:`lookup_bags`.
-    """
-    check_bags(vectors, num_tables, bags, mode)
-    if not use_triton(vectors, impl):
-        out = pool_bags_torch(vectors, bags, num_tables, mode)
-        return out.to(dtype or out.dtype)
-
-    bags, vectors = bags.contiguous(), vectors.contiguous()
-    request = _Request(
-        source=Weight(vectors),
-        ids=None,
-        offsets=bags.offsets,
-        num_tables=num_tables,
-        mode=mode,
-        context=BagContext(dtype=dtype),
-    )
-    return _Pool.apply(vectors, bags.weights, request)
-
-
-def check_bags(weight: Tensor, num_tables: int, bags: Bags, mode: str) -> None:
-    """Raise what :func:`lookup_bags` says about its arguments."""
-    require_integers(weight, ids=bags.ids, offsets=bags.offsets)
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
-    bags.check(num_tables, mode)
 
 
 def lookup_bags_torch(
@@ -322,7 +266,7 @@ def lookup_bags_torch(
 
 
 def pool_bags_torch(vectors: Tensor, bags: Bags, num_tables: int, mode: str = "sum") -> Tensor:
-    """:func:`pool_bags` in PyTorch."""
+    """Pool bags of vectors, one for each id: ``[nnz, D]`` to ``[B, F, D]``."""
     batch = bags.count // num_tables
     index = torch.arange(len(vectors), device=vectors.device)
     pooled = functional.embedding_bag(

@@ -13,7 +13,6 @@ Bytes a look-up of one row must move: 2 rows, one read and one written, and its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,41 +76,21 @@ def row_of(id, table, tables):
     return row
 
 
-@triton.constexpr_function
-def _kind_of(kinds, part):
-    """The kind of one of several sources."""
-    return kinds[part]
-
-
 @triton.jit
 def _gather(
-    ids, tables, sources, outs, flats, n, batch,
-    F: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    KINDS: tl.constexpr,
+    ids, tables, source, out, flat, n, batch,
+    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    """Fetch one row of each source per table and sample, sample by sample; ``flats`` receive their
-    numbers.
-    """
+    """Fetch one row per table and sample, sample by sample; ``flat`` receives their numbers."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     sample, table = (k // F).to(tl.int64), (k % F).to(tl.int64)
     id = tl.load(ids + table * batch + sample, mask=inside, other=0)
-    for part in tl.static_range(len(outs)):
-        row = row_of(id, table, tables[part])
-        _fetch(
-            row, k, inside, n, sources[part], outs[part], flats[part], DIMS[part], BLOCK_D,
-            _kind_of(KINDS, part),
-        )  # fmt: skip
-
-
-@triton.jit
-def _fetch(
-    row, k, inside, n, source, out, flat,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Copy rows of one source to places ``k`` of ``out``."""
+    row = row_of(id, table, tables)
     if flat is not None:
         store_flat(flat, source, row, k, inside, n, KIND)
+
     column = tl.arange(0, BLOCK_D)[None, :]
     value = load_rows(source, row, k, inside, column, D, KIND)
     to = k.to(tl.int64)[:, None] * D + column
@@ -126,94 +105,79 @@ def tiling(n: int, dim: int, tile: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 def gather_rows(
-    sources: Sequence[tuple[RowSource, TableRows]],
-    ids: Tensor,
-    outs: Sequence[Tensor],
-    flats: Sequence[Tensor | None] | None = None,
+    source: RowSource, tables: TableRows, ids: Tensor, out: Tensor, flat: Tensor | None = None
 ) -> None:
-    """Launch the look-up of one row of each source per table and sample, outside of autograd.
+    """Launch the look-up of one row per table and sample, outside of autograd.
 
     Args:
-        sources: the rows, and which of them ids have.
+        source: the rows of all tables.
+        tables: which of them ids have.
         ids: ``[F, B]``, contiguous.
-        outs: output of each source, ``[B, F, D]``, contiguous.
-        flats: receive the row of every look-up, see :meth:`RowSource.new_flat`.
+        out: the rows, ``[B, F, D]``, contiguous.
+        flat: receives the row of every look-up, see :meth:`RowSource.new_flat`.
     """
     num_tables, batch = ids.shape
-    dims = tuple(out.shape[2] for out in outs)
-    tile = min(source.tile or TILE for source, _ in sources)
-    grid, sizes = tiling(ids.numel(), max(dims), tile)
+    grid, sizes = tiling(ids.numel(), out.shape[2], source.tile or TILE)
     if ids.numel():
-        arguments, kinds = zip(*(source.for_kernel() for source, _ in sources), strict=True)
+        arguments, kind = source.for_kernel()
         _gather[grid](
-            ids, tuple(tables for _, tables in sources), arguments, tuple(outs),
-            tuple(flats or [None] * len(outs)), ids.numel(), batch,
-            F=num_tables, DIMS=dims, KINDS=kinds, BLOCK=sizes["BLOCK"], BLOCK_D=sizes["BLOCK_D"],
-        )  # fmt: skip
+            ids, tables, arguments, out, flat, ids.numel(), batch, F=num_tables, KIND=kind, **sizes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """One row of each source per table and sample of ``ids [F, B]``."""
+    """One row per table and sample of ``ids [F, B]``."""
 
-    sources: Sequence[tuple[RowSource, TableRows]]
+    source: RowSource
+    tables: TableRows
     ids: Tensor
     sparse: bool
     sorter: RowSorter | None
     triton: bool
 
-    def rows(self, tables: TableRows) -> Tensor:
+    def rows(self) -> Tensor:
         """The rows of the look-ups, sample by sample, ``[B * F]`` int64."""
-        return _rows(self.ids, tables).t().reshape(-1).long()
+        return _rows(self.ids, self.tables).t().reshape(-1).long()
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of each source; the weights of the sources are inputs for their gradients."""
+    """Rows of a source, whose weights are inputs for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, request: _Request, *weights: Tensor) -> tuple[Tensor, ...]:
-        ids, (num_tables, batch) = request.ids, request.ids.shape
+    def forward(ctx: Any, request: _Request, *weights: Tensor) -> Tensor:
+        source, ids, (num_tables, batch) = request.source, request.ids, request.ids.shape
         ctx.request = request
         if not request.triton:
-            rows = [request.rows(tables) for _, tables in request.sources]
-            ctx.save_for_backward(*rows)
-            pairs = zip(request.sources, rows, strict=True)
-            found = [source.read(own) for (source, _), own in pairs]
-            return tuple(own.view(batch, num_tables, own.shape[1]) for own in found)
+            rows = request.rows()
+            ctx.save_for_backward(rows)
+            found = source.read(rows)
+            return found.view(batch, num_tables, found.shape[1])
 
         # Row numbers that are given need not be stored by the kernel.
-        outs, flats, stored = [], [], []
-        for source, tables in request.sources:
-            known, flat = tables is NO_TABLES and not source.renumbers, None
-            if any(ctx.needs_input_grad) and known:
-                flat = ids.long().view(-1)
-            elif any(ctx.needs_input_grad):
-                flat = source.new_flat((batch, num_tables), request.sparse)
-            flats.append(flat)
-            stored.append(None if known else flat)
-            shape = batch, num_tables, source.width
-            outs.append(torch.empty(shape, dtype=source.like.dtype, device=ids.device))
-        gather_rows(request.sources, ids, outs, stored)
+        known, flat = request.tables is NO_TABLES and not source.renumbers, None
+        if any(ctx.needs_input_grad):
+            shape = batch, num_tables
+            flat = ids.long().view(-1) if known else source.new_flat(shape, request.sparse)
+        out = torch.empty(
+            batch, num_tables, source.width, dtype=source.like.dtype, device=ids.device
+        )
+        gather_rows(source, request.tables, ids, out, None if known else flat)
 
-        saved = []
-        for (source, _), flat in zip(request.sources, flats, strict=True):
-            entries = None if flat is None else source.entries(flat)
-            if entries is not None and request.sorter is not None:
-                source.submit(request.sorter, entries)
-            saved.append(entries)
-        ctx.save_for_backward(*saved)
-        return tuple(outs)
+        entries = None if flat is None else source.entries(flat)
+        if entries is not None and request.sorter is not None:
+            source.submit(request.sorter, entries)
+        ctx.save_for_backward(entries)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        request, found = ctx.request, []
-        parts = zip(request.sources, ctx.saved_tensors, grads, strict=True)
-        for (source, tables), rows, grad in parts:
-            flat = request.triton and rows is not None
-            rows = request.rows(tables) if rows is None else rows
-            values = grad.reshape(-1, grad.shape[2])
-            found += source.gradients(rows, values, sparse=request.sparse, flat=flat)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        request, (rows,) = ctx.request, ctx.saved_tensors
+        flat = request.triton and rows is not None
+        rows = request.rows() if rows is None else rows
+        values = grad.reshape(-1, grad.shape[2])
+        found = request.source.gradients(rows, values, sparse=request.sparse, flat=flat)
         return None, *found
 
 
@@ -242,8 +206,7 @@ def lookup(
         ValueError: ``rows`` are not integers or on another device, or a tensor that a kernel reads
             is not contiguous.
     """
-    sources = [(source, NO_TABLES)]
-    (out,) = _look_up(sources, rows.reshape(1, -1), sparse, sorter, impl)
+    out = _look_up(source, NO_TABLES, rows.reshape(1, -1), sparse, sorter, impl)
     return out.view(*rows.shape, out.shape[2])
 
 
@@ -274,59 +237,36 @@ def lookup_tables(
         ValueError: ``ids`` are not ``[F, B]``, not integers or on another device, or a tensor that
             a kernel reads is not contiguous.
     """
-    (out,) = lookup_parts([(source, tables)], ids, sparse=sparse, sorter=sorter, impl=impl)
-    return out
-
-
-def lookup_parts(
-    sources: Sequence[tuple[Tensor | RowSource, TableRows]],
-    ids: Tensor,
-    *,
-    sparse: bool = True,
-    sorter: RowSorter | None = None,
-    impl: str | None = None,
-) -> tuple[Tensor, ...]:
-    """Fetch one row of each of several sources per table and sample, all in one launch.
-
-    Args:
-        sources: the rows, and which of them each table has, as of :func:`lookup_tables`.
-        ids, sparse, sorter, impl: as of :func:`lookup_tables`.
-
-    Returns:
-        Of each source ``[B, F, D]``, contiguous.
-
-    Raises:
-        ValueError: as :func:`lookup_tables`.
-    """
-    count = len(sources[0][1].starts)
-    if ids.dim() != 2 or len(ids) != count:
+    if ids.dim() != 2 or len(ids) != len(tables.starts):
         raise ValueError(
-            f"ids have shape {tuple(ids.shape)}, they must be [{count}, B]: a row per table"
+            f"ids have shape {tuple(ids.shape)}, they must be [{len(tables.starts)}, B]: a row per "
+            "table"
         )
-    return _look_up(sources, ids, sparse, sorter, impl)
+    return _look_up(source, tables, ids, sparse, sorter, impl)
 
 
 def _look_up(
-    sources: Sequence[tuple[Tensor | RowSource, TableRows]],
+    source: Tensor | RowSource,
+    tables: TableRows,
     ids: Tensor,
     sparse: bool,
     sorter: RowSorter | None,
     impl: str | None,
-) -> tuple[Tensor, ...]:
-    found = [(s if isinstance(s, RowSource) else Weight(s), tables) for s, tables in sources]
-    require_integers(found[0][0].like, ids=ids)
-    triton = found[0][0].runs_triton(ids, impl)
+) -> Tensor:
+    source = source if isinstance(source, RowSource) else Weight(source)
+    require_integers(source.like, ids=ids)
+    triton = source.runs_triton(ids, impl)
     ids = ids.contiguous()
-    plain = [type(s) is Weight and packed_rows(s.weight) is None for s, _ in found]
-    if not triton and all(plain):
-        return tuple(lookup_tables_torch(s.weights[0], tables, ids, sparse) for s, tables in found)
+    if not triton and type(source) is Weight and packed_rows(source.weight) is None:
+        return lookup_tables_torch(source.weight, tables, ids, sparse)
 
-    for source, tables in found if triton else ():
+    if triton:
         memory = storage(source.weight)[0] if isinstance(source, Weight) else None
         require_contiguous(weight=memory, **tables._asdict())
-    request = _Request(sources=found, ids=ids, sparse=sparse, sorter=sorter, triton=triton)
-    weights = [weight for source, _ in found for weight in source.weights]
-    return _Lookup.apply(request, *weights)
+    request = _Request(
+        source=source, tables=tables, ids=ids, sparse=sparse, sorter=sorter, triton=triton
+    )
+    return _Lookup.apply(request, *source.weights)
 
 
 def lookup_tables_torch(

@@ -174,10 +174,10 @@ class Setup:
         """Milliseconds of what all rules share."""
         weight, flat = self.weight.detach(), torch.empty_like(self.flat[0])
         out = torch.empty_like(self.grads[0])
-        gather = partial(gather_rows, [(Weight(weight), TableRows(self.starts))])
+        gather = partial(gather_rows, Weight(weight), TableRows(self.starts))
         return {
             "forward": harness.captured_milliseconds(
-                [partial(gather, ids, [out], [flat]) for ids in self.ids]
+                [partial(gather, ids, out, flat) for ids in self.ids]
             ),
             "sort": harness.captured_milliseconds(
                 [partial(sort_rows, rows, len(weight)) for rows in self.flat]
