@@ -230,6 +230,7 @@ def test_a_resumed_run_keeps_its_model(run, two_steps):
     for options in (["--emb", "tt"], ["--model.embedding_dim", "8"]):
         done = run("train", "--resume", two_steps, *options, status=2)
         assert "is of a model with a different" in done.stderr
+        assert "of that run (--emb, --budget, --tables.*, --model.*), or start" in done.stderr
     assert (two_steps / "config.yaml").read_text() == before
 
 

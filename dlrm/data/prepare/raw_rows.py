@@ -76,7 +76,8 @@ def prepare(transform: Transform, rows: Any, also: Sequence[str] = ()) -> pa.Rec
     needed = [*transform.needed, *also]
     for name in needed:
         if name not in there:
-            raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
+            hint = did_you_mean(name, names, "their columns")
+            raise ValueError(f"the rows have no column {name!r}{hint}")
     try:
         return transform.apply(raw.select(needed))
     except BadRow as error:
