@@ -123,10 +123,8 @@ def test_a_changed_byte_of_a_vocabulary_is_found(change, message, tmp_path):
     meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=100),), splits={})
     path = tmp_path / meta.vocabulary_file("C1")
     path.parent.mkdir()
-    table, plain = (
-        pa.table({"id": range(100), "count": range(1000, 1100)}),
-        {"use_dictionary": False},
-    )
+    table = pa.table({"id": range(100), "count": range(1000, 1100)})
+    plain = {"compression": "none", "use_dictionary": False}
     parquet.write_table(table, path, write_page_checksum=True, **plain)
     content = bytearray(path.read_bytes())
     change(content, parquet.read_metadata(path).row_group(0))
