@@ -102,7 +102,7 @@ def as_batch(rows: Any) -> pa.RecordBatch:
             rows = pa.table(dict(rows))
         elif not isinstance(rows, pa.Table):
             rows = pa.Table.from_pandas(rows, preserve_index=False)
-    except (pa.ArrowException, TypeError, AttributeError, ValueError) as error:
+    except (pa.ArrowException, ArithmeticError, TypeError, AttributeError, ValueError) as error:
         advice = "give a DataFrame, an Arrow table, a mapping of columns, or a list of mappings"
         if hasattr(rows, "columns") or isinstance(rows, Mapping):
             advice = "give columns names of their own, and each values of one type"
