@@ -173,6 +173,7 @@ def test_a_table_may_have_an_odd_shape(frame, change):
         (lambda frame: frame[["clicked"]], {}, "no column"),
         (lambda frame: frame.assign(clicked="x"), {}, "clicked"),
         (lambda frame: frame.assign(clicked=range(len(frame))), {}, "clicked"),
+        (lambda frame: frame.assign(user=[10**30] * 400), {}, "no table: .* too large"),
         (lambda frame: frame.assign(user=[1, "a"] * 200), {}, "no table: .*user.*of one type"),
         (lambda frame: frame[["user", "user"]], {}, "no table: .*user.*give columns names of"),
         (lambda frame: frame["user"], {}, "the rows are no table: .*; give a DataFrame"),

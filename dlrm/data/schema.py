@@ -27,6 +27,7 @@ SCHEMA_VERSION = 1
 META_FILE = "meta.json"
 SPLITS = ("train", "val", "test")
 MAX_NAME = 1000  # characters of the name of a column or file
+LONGEST = 243  # bytes of a column in the name of a file, which ends in .parquet.tmp
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
@@ -261,9 +262,13 @@ class Meta(Closed):
     def vocabulary_file(name: str) -> str:
         """Path of the vocabulary (value, id, count) of column ``name`` in the directory.
 
-        Characters that no file name may have on some system are written as ``%2F``.
+        Characters that no file name may have on some system are written as ``%2F``, and the end of
+        a long name as its hash.
         """
         safe = re.sub(r'[\x00-\x1f%/\\:*?"<>|]|^\.', lambda found: f"%{ord(found[0]):02X}", name)
+        if len(whole := safe.encode()) > LONGEST:
+            start = whole[: LONGEST - 20].decode(errors="ignore")
+            safe = f"{start}-{hashlib.sha256(whole).hexdigest()[:16]}"
         return f"vocabulary/{safe}.parquet"
 
     def write(self, directory: str | os.PathLike[str], file: str = META_FILE) -> Path:

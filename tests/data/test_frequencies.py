@@ -107,28 +107,27 @@ def test_a_damaged_vocabulary_is_named(tmp_path, table, message):
         read_frequencies(tmp_path, meta)
 
 
-def test_a_flipped_bit_in_a_vocabulary_is_found(tmp_path):
-    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=100),), splits={})
-    path = tmp_path / meta.vocabulary_file("C1")
-    path.parent.mkdir()
-    table = pa.table({"id": range(100), "count": range(1000, 1100)})
-    parquet.write_table(table, path, compression="none", write_page_checksum=True)
-    content = bytearray(path.read_bytes())
+def flip_a_bit(content, _):
     content[content.index((1050).to_bytes(8, "little"))] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"C1.parquet can't be read as a vocabulary"):
-        read_frequencies(tmp_path, meta)
 
 
-def test_a_page_of_an_unknown_type_is_not_an_empty_one(tmp_path):
+def retype_the_pages(content, first):
+    for column in (0, 1):
+        content[first.column(column).data_page_offset + 1] = 32  # of data it is 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(flip_a_bit, "as a vocabulary"), (retype_the_pages, ".*0 of 100 rows")]
+)
+def test_a_changed_byte_of_a_vocabulary_is_found(change, message, tmp_path):
     meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=100),), splits={})
     path = tmp_path / meta.vocabulary_file("C1")
     path.parent.mkdir()
     table = pa.table({"id": range(100), "count": range(1000, 1100)})
-    parquet.write_table(table, path, use_dictionary=False, write_page_checksum=True)
-    content, first = bytearray(path.read_bytes()), parquet.read_metadata(path).row_group(0)
-    for column in (0, 1):
-        content[first.column(column).data_page_offset + 1] = 32  # its type: a page of data is 0
+    plain = {"compression": "none", "use_dictionary": False}
+    parquet.write_table(table, path, write_page_checksum=True, **plain)
+    content = bytearray(path.read_bytes())
+    change(content, parquet.read_metadata(path).row_group(0))
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"C1.parquet can't be read .*0 of 100 rows"):
+    with pytest.raises(ValueError, match=f"C1.parquet can't be read {message}"):
         read_frequencies(tmp_path, meta)

@@ -93,7 +93,7 @@ def losses(kind, dtype, device):
     optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.02)
     target = torch.randn(len(SIZES), 8, device=device) / 4
     found = []
-    for _ in range(400):
+    for _ in range(150):
         ids = torch.stack([torch.randint(rows, (64,), device=device) for rows in SIZES])
         loss = (group(ids) - target).square().mean()
         loss.backward()
@@ -106,7 +106,7 @@ def losses(kind, dtype, device):
 @first("kind", ["dense", "tt", *(kind for kind in CASES if kind != "dense")], slow=pytest.mark.slow)
 def test_training_moves_rows_as_in_fp32(kind, device):
     _, exact = losses(kind, None, device)
-    for dtype, bound in (("int8", 0.02), ("int4", 0.1)):
+    for dtype, bound in (("int8", 0.02), ("int4", 0.05)):
         first, last = losses(kind, dtype, device)
         assert last < exact + bound * first
         assert kind == "short" or last < first / 2

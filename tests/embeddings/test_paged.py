@@ -280,6 +280,25 @@ def test_a_model_trains_as_with_dense_tables(options):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("way", ["as it was", "elsewhere", "dense"])
+def test_a_checkpoint_goes_on_under_another_placement(way, tmp_path):
+    """Rows and optimizer state alike, whatever devices the tables lay on."""
+    recipe, model, optimizers = model_of("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7})
+    train(model, optimizers, steps=3)
+    parts = checkpoint.Parts(model, optimizers)
+    state = RunState(model=recipe, config={}, groups=parts.groups())
+    write_checkpoint(tmp_path, parts, state)
+    expected = train(model, optimizers, steps=3, seed=5)
+    given = {
+        "as it was": ("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7}),
+        "elsewhere": ("paged", {"page_size": 40}),
+        "dense": ("dense", {}),
+    }[way]
+    _, other, others = model_of(*given)
+    checkpoint.Checkpoint.open(tmp_path).load(other, others, groups=True)
+    assert train(other, others, steps=3, seed=5) == expected
+
+
 def test_a_trained_model_loads_where_its_devices_are_not(tmp_path):
     recipe, model, _ = model_of("paged", {"devices": ["cpu", "cpu"], "page_size": 7})
     recipe |= {"plan": [("paged", {"devices": ["cuda:97"], "page_size": 7})] * len(SIZES)}

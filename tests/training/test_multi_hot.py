@@ -122,13 +122,6 @@ def test_one_graph_serves_ragged_batches_of_many_lengths():
     assert step.graphs.count <= 2
 
 
-@pytest.fixture
-def _determinism_ends():
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
 @pytest.mark.usefixtures("_determinism_ends")
 @pytest.mark.parametrize("ragged", [False, True])
 def test_equal_seeds_give_equal_bits(ragged, device):

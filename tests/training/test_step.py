@@ -179,13 +179,6 @@ def test_a_closed_step_captures_anew():
     assert found[1] == pytest.approx(found[0], abs=1e-5)
 
 
-@pytest.fixture
-def _determinism_ends():
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-
-
 @pytest.mark.usefixtures("_determinism_ends")
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

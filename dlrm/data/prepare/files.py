@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
 from ...utils.messages import did_you_mean, listing, print_error
+from ..column_values import is_list
 from ..parquet import read_footer
 from .column_options import DOUBLE, TableOptions
 from .input_paths import SUFFIXES, folder_columns, suffix
@@ -169,9 +171,28 @@ class RawFile:
 
 
 def with_plain_types(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The same rows, with plain texts and bytes in place of views of them, and no half floats."""
-    fields = [field.with_type(PLAIN_TYPES.get(field.type, field.type)) for field in rows.schema]
-    return rows.cast(pa.schema(fields))
+    """The same rows, with plain texts and bytes in place of views of them, and no half floats;
+    UUIDs as texts, and other types that extend one as that.
+    """
+    columns = [_plain(column) for column in rows.columns]
+    return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        values = _plain(column.dictionary)
+        if pa.types.is_nested(values.type):  # which no file can hold
+            return values.take(column.indices)
+        return pa.DictionaryArray.from_arrays(column.indices, values)
+    if column.type == pa.uuid():
+        keys = column.storage.dictionary_encode()
+        texts = [str(UUID(bytes=key)) for key in keys.dictionary.to_pylist()]
+        return pa.DictionaryArray.from_arrays(keys.indices, pa.array(texts, pa.string()))
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = column.storage
+    if is_list(column.type) and (entries := PLAIN_TYPES.get(column.type.value_type)):
+        return column.cast(pa.large_list(entries))
+    return column.cast(PLAIN_TYPES.get(column.type, column.type))
 
 
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:

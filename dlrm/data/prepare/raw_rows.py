@@ -76,7 +76,8 @@ def prepare(transform: Transform, rows: Any, also: Sequence[str] = ()) -> pa.Rec
     needed = [*transform.needed, *also]
     for name in needed:
         if name not in there:
-            raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
+            hint = did_you_mean(name, names, "their columns")
+            raise ValueError(f"the rows have no column {name!r}{hint}")
     try:
         return transform.apply(raw.select(needed))
     except BadRow as error:
@@ -101,7 +102,7 @@ def as_batch(rows: Any) -> pa.RecordBatch:
             rows = pa.table(dict(rows))
         elif not isinstance(rows, pa.Table):
             rows = pa.Table.from_pandas(rows, preserve_index=False)
-    except (pa.ArrowException, TypeError, AttributeError, ValueError) as error:
+    except (pa.ArrowException, ArithmeticError, TypeError, AttributeError, ValueError) as error:
         advice = "give a DataFrame, an Arrow table, a mapping of columns, or a list of mappings"
         if hasattr(rows, "columns") or isinstance(rows, Mapping):
             advice = "give columns names of their own, and each values of one type"

@@ -192,7 +192,7 @@ def _plan_of_later_rows(
             if name not in there:
                 raise ValueError(
                     f"{file.path} has no column {name!r}, which the earlier preparation has"
-                    f"{did_you_mean(name, file.names)}"
+                    f"{did_you_mean(name, file.names, 'its columns')}"
                 )
     used = {column.name for column in columns}
     return plan, [name for name in files[0].names if name not in used]

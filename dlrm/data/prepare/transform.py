@@ -234,10 +234,9 @@ class Transform:
             there, wanted = {*files[0].names}, {*self.needed, *keep}
             for name in types:
                 if name not in there and name in wanted:
-                    raise ValueError(
-                        f"{files[0].path} has no column {name!r}"
-                        f"{did_you_mean(name, files[0].names)}{no_header_hint(files[0])}"
-                    )
+                    hint = did_you_mean(name, files[0].names, "its columns")
+                    hint += no_header_hint(files[0])
+                    raise ValueError(f"{files[0].path} has no column {name!r}{hint}")
         types = {name: kind for name, kind in types.items() if name in there}
         return TableRows(files=files, plan=plan, types=types, keep=keep, required=False)
 

@@ -167,8 +167,9 @@ class Checkpoint:
         changed = [name for name, value in spec.items() if value != self.state.model.get(name)]
         if changed:
             raise ValueError(
-                f"{self.path} is of a model with a different {', '.join(changed)}: resume with the "
-                "data and the model options of that run, or start a new run"
+                f"{self.path} is of a model with a different {', '.join(changed)}: resume with "
+                "the data and the model options of that run (--emb, --budget, --tables.*, "
+                "--model.*), or start a new run"
             )
 
     def build_model(self, device: torch.device | str = "cpu") -> DLRM:

@@ -242,7 +242,7 @@ def test_a_csv_whose_first_line_is_a_row(tmp_path):
     hint = "if the first line is a row, list the names of the columns with names: in the YAML"
     with pytest.raises(ValueError, match=rf"has no label 'label'; valid: .*; {hint}"):
         prepare(path, tmp_path)
-    with pytest.raises(ValueError, match=rf"has no column 'price'; valid: .*; {hint}"):
+    with pytest.raises(ValueError, match=rf"has no column 'price'; its columns: .*; {hint}"):
         list(Transform.load(tmp_path / "out").read([path]))
     write(path, ["price,city", "1.5,a"])
     with pytest.raises(ValueError, match="has no label 'label'") as raised:
