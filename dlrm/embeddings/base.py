@@ -56,7 +56,7 @@ class Embedding(PacksRows, ABC):
     per_table: ClassVar[frozenset[str]] = frozenset()
     """Options that may be a list with a value for each table, so that tables which differ only in
     these form one group."""
-    captures_bags: ClassVar[bool] = False
+    captures_bags: bool = False
     """Whether a captured step can look up bags, padded ones included: ``LookupContext.padded``."""
     budget_by_counts: ClassVar[bool] = False
     """Whether :meth:`for_budget` uses how often each id occurs."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Embedding
-from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level
+from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.dynamic_tables import (
     LOAD,
     SLOT_BYTES,
+    STATE,
     DynamicTables,
     shared_rows,
     slots_of,
 )
-from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.embeddings.common.host_rows import HostRows
+from dlrm.embeddings.common.row_caches import Ids
+from dlrm.kernels.dynamic.index import place
+from dlrm.kernels.dynamic.slot_index import begin_step
 from dlrm.kernels.lookup.tables import TableRows
 from dlrm.utils.bags import Bags
 
@@ -29,7 +35,7 @@ SCARCE, LOWEST_CHANCE = 0.03, 0.01
 """If a smaller share of the ids has room, others share more rows and an id gets one by chance."""
 
 
-class Dynamic(DynamicTables, SharedRows):
+class Dynamic(DynamicTables, HostRows):
     """Rows for the ids that occur: an id gets a row when training first uses it, and loses it to
     another one when room is scarce.
 
@@ -55,6 +61,8 @@ class Dynamic(DynamicTables, SharedRows):
         admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little
             too high at times, and the counts of ids without a row halve every ``half_life`` steps.
         chance: probability with which an id that could get a row gets it, in each step.
+        cache_share: rows are in host memory with their optimizer state, and this share of them is
+            cached on the GPU. Default: all rows are in GPU memory.
 
     Reference:
         HierarchicalKV (Merlin), 2022, and dynamicemb in NVIDIA recsys-examples, for the interface.
@@ -76,6 +84,48 @@ class Dynamic(DynamicTables, SharedRows):
         if (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda:
             return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
         return super().lookup_bags(replace(bags, ids=rows), context)
+
+    # Rows in host memory are fetched ahead of the steps that place their ids. A second index runs
+    # ahead of the one in the state dict and gives ids the same rows, as it gets the same ids.
+
+    def begin_window(self, now: Sequence[Ids], coming: Sequence[Ids]) -> None:
+        if now and self.cached.moves:  # all earlier steps have begun
+            self.cached.wait()
+            copies = {name: getattr(self.index, name).clone() for name in STATE}
+            self._index_ahead = self.index._replace(**copies)
+            self.cached.side.keep(copies.values())
+        super().begin_window(now, coming)
+
+    def _rows_of(self, batches: Sequence[Ids]) -> tuple[Tensor, Tensor | None] | None:
+        return super()._rows_of([self._place_ahead(ids) for ids in batches])
+
+    @torch.no_grad()
+    def _place_ahead(self, ids: Ids) -> Ids:
+        """The rows within their tables that the ids of a batch will have in their step."""
+        if self.padding_idx is not None:
+            bags = ids if isinstance(ids, Bags) else Bags.one_each(ids)
+            ids = bags.without(self.padding_idx)
+        begin_step(self._index_ahead)
+        if isinstance(ids, Tensor):
+            return place(self._index_ahead, self._num_shared, self._tables[:, None], ids).rows
+        tables = ids.tables(self.num_tables)
+        return replace(ids, ids=place(self._index_ahead, self._num_shared, tables, ids.ids).rows)
+
+    def set_clock(self, value: int | Tensor) -> None:
+        if self.on_host:
+            raise ValueError(
+                "rows in host memory are fetched before the clock of their step is known: leave "
+                "out set_clock or --dynamic.cache_share"
+            )
+        super().set_clock(value)
+
+    def footprint(self) -> list[dict[str, int]]:
+        tables = super().footprint()
+        if self.cached.moves:  # the index that runs ahead
+            ahead = split_by_rows(sum(getattr(self.index, n).nbytes for n in STATE), self.num_slots)
+            for table, size in zip(tables, ahead, strict=True):
+                table["index"] += size
+        return tables
 
     def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
         raise AssertionError("load_dense places ids itself")

@@ -15,7 +15,7 @@ from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.pool import lookup_bags
-from dlrm.kernels.lookup.source import Weight
+from dlrm.kernels.lookup.source import RowSource, Weight
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
 from dlrm.utils.bags import Bags
@@ -93,7 +93,7 @@ class SharedRows(Embedding):
         return tuple(min(own, most) for own in self.num_kept)
 
     @property
-    def _source(self) -> Weight:
+    def _source(self) -> RowSource:
         return Weight(self.weight)
 
     @property
@@ -182,8 +182,10 @@ class SharedRows(Embedding):
         )
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
+        source = self._source
+        assert isinstance(source, Weight), "rows with a cache are pooled as vectors"
         return lookup_bags(
-            self._source,
+            source,
             self._table_rows,
             bags,
             mode=self.mode,

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.dynamic import Dynamic
-from dlrm.embeddings.offload import Offload
 from dlrm.embeddings.paged import Paged
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.embeddings.short import Short
@@ -34,7 +33,7 @@ class RowLookup(nn.Module):
         precision: see :func:`~dlrm.export.rows.store_rows`.
     """
 
-    def __init__(self, group: SharedRows | Paged | Offload, precision: str) -> None:
+    def __init__(self, group: SharedRows | Paged, precision: str) -> None:
         super().__init__()
         shared = group if isinstance(group, SharedRows) else None
         weight = shared.kept_rows() if shared else group.state_dict()["weight"]
@@ -239,7 +238,7 @@ def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
         return DynamicLookup(group, precision)
     if isinstance(group, Short):
         return ShortLookup(group, precision)
-    if isinstance(group, SharedRows | Paged | Offload):
+    if isinstance(group, SharedRows | Paged):
         return RowLookup(group, precision)
     if isinstance(group, TT):
         return TTLookup(group, precision)

@@ -1,6 +1,7 @@
 """Rows that belong to the ids that occur."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from dlrm.data.schema import HASHED
 from dlrm.embeddings import build
 from dlrm.embeddings.common.budget import Budget
+from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.dynamic import Dynamic
 from dlrm.kernels.dynamic.slot_index import EMPTY, LANES
 from dlrm.kernels.update.rules import OPTIONS
@@ -155,6 +157,35 @@ def test_a_user_gives_the_score_of_each_look_up():
         group(torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"evicted by lfu: set --dynamic\.evict score"):
         Dynamic([HASHED], 4, rows=1).set_clock(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("padding_idx", [None, 5])
+def test_the_rows_of_a_window_are_those_that_its_steps_will_use(padding_idx):
+    generator = torch.Generator().manual_seed(0)
+    group = Dynamic([HASHED] * 2, 4, rows=64, admit=2, cache_share=1.0, padding_idx=padding_idx)
+    optimizer, context = RowOptimizer(group.parameters(), "adam"), LookupContext(rows_fetched=True)
+    assert group.footprint()[0]["host"] == 66 * 4 * 4
+    windows = []
+    for _ in range(20):
+        windows.append([torch.randint(90, (2, 20), generator=generator) for _ in range(4)])
+        windows[-1][1] = bags_of(generator, [90, 9], 20)
+    for number, (window, following) in enumerate(pairwise(windows)):
+        group.begin_window([] if group.rows_ready else window, following)
+        for batch in window:
+            group(batch, context=context).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tables = batch.tables(2) if isinstance(batch, Bags) else torch.arange(2)[:, None]
+            ids = batch.ids if isinstance(batch, Bags) else batch
+            rows = group.local_rows(tables, ids) + 66 * tables
+            slots = group.cached.slots[rows[ids != padding_idx]].long()
+            assert (group.cached.index.last_used[slots] >= group.cached.index.step).all()
+        if number == 9:
+            group.state_dict()  # a checkpoint moves the rows
+            assert not group.rows_ready
+    assert group.id_counts()["evicted"] > 500
+    with pytest.raises(ValueError, match=r"leave out set_clock or --dynamic\.cache_share"):
+        group.set_clock(3)
 
 
 def test_two_runs_are_equal_and_a_restored_one_continues():

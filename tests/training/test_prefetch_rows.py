@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.embeddings import offload
+from dlrm.embeddings.common import host_rows
 from dlrm.kernels.offload.row_cache import CachedRows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -88,10 +88,37 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@combinations(
+    way=["all", "next", "none", "three", "now and then", "interrupted"],
+    share=[0.1, 1.0],
+    bags=[False, True],
+)
+def test_rows_of_any_ids_may_be_in_host_memory(way, share, bags, device):
+    found = []
+    for own in ({}, {"cache_share": share}):
+        model, step = make([("dynamic", {"rows": 90, "admit": 2, **own})] * 3, device)
+        torch.manual_seed(1)
+        batches, values = [draw(64, device) for _ in range(25)], []
+        batches = [as_bags(batch) for batch in batches] if bags else batches
+        last = batches[-1]
+        for index, batch in enumerate(prepared(way, step, batches)):
+            values.append(step(batch)["loss"])
+            if index % 8 == 3:  # a checkpoint and an evaluation are of the steps so far
+                values += [value.clone() for value in model.state_dict().values()]
+                with torch.no_grad():
+                    values.append(model.eval()(last.dense, last.ids, last.offsets))
+                model.train()
+        state = step.optimizers[1].state_dict()["state"]
+        values += [*model.state_dict().values(), *state[0].values()]
+        found.append(values)
+        assert model.sparse_arch.id_counts()["ids/evicted"] > 100
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def moves(plan, device, monkeypatch):
     """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
-    monkeypatch.setattr(offload, "MAX_WINDOW", 4)
+    monkeypatch.setattr(host_rows, "MAX_WINDOW", 4)
     begin = CachedRows.begin_window
 
     def count(cached, *windows, batches):

@@ -15,7 +15,7 @@ from dlrm.embeddings.common.budget import MANY_IDS, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import index_add
 from dlrm.embeddings.common.initial_rows import initial_bound
-from dlrm.embeddings.common.row_caches import CountsIds
+from dlrm.embeddings.common.row_caches import CountsIds, PrefetchesRows
 from dlrm.kernels import require_integers
 from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
 from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
@@ -30,12 +30,13 @@ from dlrm.kernels.dynamic.slot_index import (
     buckets_for,
 )
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch
+from dlrm.kernels.offload.row_cache import cached_rows
 from dlrm.kernels.update.packed import storage, write_rows
 
 LOAD = 0.8  # of the slots, if there is one for every id: they fit, even if all come in one step
 SLOT_BYTES = 12  # id and score
 CHUNK = 1 << 18  # ids of a dense table that are placed at a time
-_STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
+STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
 
 
 class DynamicTables(CountsIds, Embedding):
@@ -60,6 +61,7 @@ class DynamicTables(CountsIds, Embedding):
         age: int = 100_000,
         admit: int = 1,
         chance: float = 1.0,
+        cache_share: float | None = None,
         **common: Any,
     ) -> None:
         if evict not in RULES:
@@ -79,6 +81,9 @@ class DynamicTables(CountsIds, Embedding):
                 f"dynamic chance is {chance}, it must be above 0, at most 1; set --dynamic.chance"
             )
 
+        if cache_share is not None:
+            self._check_host(evict, common.get("dtype"))
+            common["cache_share"] = cache_share
         slots = slots_of(num_embeddings, rows)
         if sum(slots) >= 2**31:
             raise ValueError(
@@ -96,7 +101,7 @@ class DynamicTables(CountsIds, Embedding):
         self._rules = index.eviction, index.admission
         known = zip(num_embeddings, slots, strict=True)
         self.bounds = [initial_bound(own if ids >= MANY_IDS else ids) for ids, own in known]
-        for name in _STATE:
+        for name in STATE:
             self.register_buffer(f"_{name}", getattr(index, name))
         self.register_buffer("_seed", torch.randint(2**62, ()))
         self._given_scores: Tensor | None = None  # of the shape of the ids, by set_clock
@@ -112,6 +117,21 @@ class DynamicTables(CountsIds, Embedding):
         self._follow_ids()
         self.reset_parameters()
 
+    def _check_host(self, evict: str, dtype: str | None) -> None:
+        """Raise a ``ValueError`` if such rows can't be in host memory."""
+        reason = None
+        if not isinstance(self, PrefetchesRows):
+            reason = "these tables are sharded over processes"
+        elif evict == "score":
+            reason = "their ids are placed ahead of the steps that set_clock gives scores for"
+        elif dtype is not None:
+            reason = f"{dtype} rows are in GPU memory"
+        if reason:
+            raise ValueError(
+                f"the rows of dynamic tables can't be in host memory: {reason}; leave out "
+                "--dynamic.cache_share"
+            )
+
     @property
     @abstractmethod
     def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
@@ -120,7 +140,7 @@ class DynamicTables(CountsIds, Embedding):
     @property
     def index(self) -> SlotIndex:
         """The index of the slots, where it is now."""
-        buffers = {name: getattr(self, f"_{name}") for name in _STATE + _SIZES}
+        buffers = {name: getattr(self, f"_{name}") for name in STATE + _SIZES}
         return SlotIndex(**buffers, eviction=self._rules[0], admission=self._rules[1])
 
     @torch.no_grad()
@@ -135,6 +155,9 @@ class DynamicTables(CountsIds, Embedding):
             self._write(table, torch.arange(few, device=rows.device), rows)
 
     def _clear(self) -> None:
+        for weight, _ in self.row_parts:
+            if (cached := cached_rows(weight)) is not None:
+                cached.release()
         index, self._given_scores = self.index, None
         index.ids.fill_(EMPTY)
         for tensor in (index.scores, index.sketch, index.counts, index.time[:2]):
@@ -203,6 +226,7 @@ class DynamicTables(CountsIds, Embedding):
 
         # An id that comes back starts from the row that it started from before.
         for weight, table_rows in self.row_parts:
+            cached = cached_rows(weight)
             reset_rows(
                 weight,
                 row_states(weight) or [],
@@ -213,6 +237,7 @@ class DynamicTables(CountsIds, Embedding):
                 ids,
                 self._bounds,
                 self._seed,
+                cached=cached.cached_slots if cached is not None and cached.active else None,
             )
         return placed.rows
 
@@ -286,7 +311,7 @@ class DynamicTables(CountsIds, Embedding):
         split = split_by_rows(rest, self.num_slots)
         weights = super().footprint()  # type: ignore[safe-super]
         return [
-            {**table, "index": size + share}
+            {**table, "index": table.get("index", 0) + size + share}
             for table, size, share in zip(weights, own, split, strict=True)
         ]
 

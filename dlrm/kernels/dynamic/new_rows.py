@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, row_of
+from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.packed import CHUNK, storage, store_packed, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
@@ -48,9 +50,27 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
     return uniform(key, dim) * bounds[tables, None].float()
 
 
+class _Memory(NamedTuple):
+    """Where the rows of the weight and then of its states are."""
+
+    strides: tuple[int, ...]
+    """Elements from row to row."""
+    offsets: tuple[int, ...]
+    """Elements from the start of a tensor to the start of its cache."""
+    slots: Tensor | None = None
+    """Slot of each row in the cache, negative for none; None without a cache."""
+
+
+@triton.jit
+def _begin(row, slot, memory, INDEX: tl.constexpr):
+    """Where rows of a tensor, or their cached copies, begin."""
+    place = tl.where(slot >= 0, slot, row) * memory.strides[INDEX]
+    return place + tl.where(slot >= 0, memory.offsets[INDEX], 0)
+
+
 @triton.jit
 def _reset_rows(
-    data, wide, states, table_rows, num_shared, lookups, placed, bounds, seed,
+    data, wide, states, memory, table_rows, num_shared, lookups, placed, bounds, seed,
     F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
@@ -70,6 +90,9 @@ def _reset_rows(
             live &= (row >= 0) & (row < tl.load(table_rows.held + F + table))
         row = row_of(row, table, table_rows)
         mask = live[:, None] & (column < D)
+        slot = row * 0 - 1  # in a cache
+        if memory.slots is not None:
+            slot = tl.load(memory.slots + row, mask=live, other=-1).to(tl.int64)
 
         key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
         bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
@@ -81,13 +104,13 @@ def _reset_rows(
             value = tl.where(mask, value, 0.0)
             store_packed(data, row, wide, live, value * 0, scale, value, seed, D, FORMAT, False)
         else:
-            at = row[:, None] * D + column
+            at = _begin(row, slot, memory, 0)[:, None] + column
             tl.store(data + at, value.to(data.dtype.element_ty), mask=mask)
 
         # States.
         for index in tl.static_range(len(WIDTHS)):
             zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
-            at = row[:, None] * WIDTHS[index] + column
+            at = _begin(row, slot, memory, index + 1)[:, None] + column
             tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTHS[index]))
 
 
@@ -103,6 +126,7 @@ def reset_rows(
     bounds: Tensor,
     seed: Tensor,
     *,
+    cached: CachedSlots | None = None,
     impl: str | None = None,
 ) -> None:
     """Give the rows of new ids their first values, and zero their states.
@@ -115,10 +139,12 @@ def reset_rows(
         placed: the new ids among the look-ups.
         tables, ids: of the look-ups, as given to :func:`dlrm.kernels.dynamic.index.place`.
         bounds, seed: see :func:`first_values`.
+        cached: the cached rows of weight and states, if these are in host memory.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(ids, impl):
-        reset_rows_torch(weight, states, table_rows, num_shared, placed, tables, ids, bounds, seed)
+        where = table_rows, num_shared, placed, tables, ids
+        reset_rows_torch(weight, states, *where, bounds, seed, cached)
         return
     lookups: Lookups = lookups_of(tables, ids, None)
     if not lookups.n:
@@ -127,8 +153,12 @@ def reset_rows(
     dim = weight.shape[1]
     block_d = max(2, triton.next_power_of_2(dim))
     block = max(1, TILE // block_d)
+    tensors = data, *states
+    memory = _Memory(tuple(tensor.stride(0) for tensor in tensors), (0,) * len(tensors))
+    if cached is not None:
+        memory = memory._replace(slots=cached.slots, offsets=cached.offsets(tensors))
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
-        data, wide, tuple(states), table_rows, num_shared, lookups, placed, bounds, seed,
+        data, wide, tuple(states), memory, table_rows, num_shared, lookups, placed, bounds, seed,
         F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d, FORMAT=packing,
         WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
@@ -145,6 +175,7 @@ def reset_rows_torch(
     ids: Tensor,
     bounds: Tensor,
     seed: Tensor,
+    cached: CachedSlots | None = None,
 ) -> None:
     """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
     at, tables = placed.missing[: int(placed.number)].long(), tables.expand_as(ids).reshape(-1)
@@ -155,6 +186,13 @@ def reset_rows_torch(
     for part, of_part, some in zip(
         rows.split(CHUNK), table.split(CHUNK), id.split(CHUNK), strict=True
     ):
-        write_rows(weight, part, first_values(of_part, some, bounds, seed, weight.shape[1]))
-    for state in states:
-        state.view(len(weight), -1)[rows] = 0
+        values = first_values(of_part, some, bounds, seed, weight.shape[1])
+        if cached is None:
+            write_rows(weight, part, values)
+        else:
+            cached.write(weight, 0, part, values.to(weight.dtype))
+    for index, state in enumerate(states, 1):
+        if cached is None:
+            state.view(len(weight), -1)[rows] = 0
+        else:
+            cached.write(state, index, rows, state.new_zeros(len(rows), state.shape[1]))

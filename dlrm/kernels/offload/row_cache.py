@@ -122,7 +122,7 @@ class CachedRows(RowSource):
         capacity, device = self.capacity, weight.device
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
-        self._side = side_stream_of(device, "rows")
+        self.side = side_stream_of(device, "rows")
         self._moving = False  # rows are on their way
         self.active = True
 
@@ -193,7 +193,7 @@ class CachedRows(RowSource):
         """
         if not self.moves:
             return
-        self._wait()
+        self.wait()
         self.index.step.add_(1)
         self.index.traffic[4] += batches
         self.ready = True
@@ -201,17 +201,17 @@ class CachedRows(RowSource):
         if now is not None:
             move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)
         if coming is not None:
-            with self._side.fork():
+            with self.side.fork():
                 move_rows(self.index, self.tensors, *coming, ahead=True, impl=self.impl)
             # All of these may be dropped meanwhile.
             caches = [cache for _, cache in self.tensors]
-            self._side.keep([coming[0], *caches, *self.index.tensors])
+            self.side.keep([coming[0], *caches, *self.index.tensors])
             self._moving = True
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Make the current stream wait for the rows that are on their way."""
         if self._moving:
-            self._side.join()
+            self.side.join()
             self._moving = False
 
     def prepare(
@@ -233,7 +233,7 @@ class CachedRows(RowSource):
             self.begin_window((ids.contiguous(), starts), None)
             self.ready = False  # rows of the next window may have lost their slots
         elif not training:
-            self._wait()
+            self.wait()
 
     # The table as a whole ---------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class CachedRows(RowSource):
         """Write the cached rows to the host; they stay in the cache."""
         if not self.active:
             return
-        self._wait()
+        self.wait()
         held = (self.index.slot_to_row >= 0).nonzero()[:, 0]
         rows = self.index.slot_to_row[held].long()
         for host, cache in self.tensors:

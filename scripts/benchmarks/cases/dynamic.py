@@ -10,7 +10,8 @@ same step with a static table.
 
 ``known``: every id has a row, at a load of 0.9. ``new``: 5% of the look-ups are of ids never seen
 before; the table is full, so that each of them evicts another. ``index``: only the index, which
-finds all ids, or gives slots to ids that are all new, in empty tables or in full ones.
+finds all ids, or gives slots to ids that are all new, in empty tables or in full ones. ``host``:
+both steps of one table in host memory of which the GPU caches 10%; rows are fetched ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +32,14 @@ from dlrm.optim import RULES, RowOptimizer
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
 from scripts.benchmarks.batches import EXPONENT, power_law
+from scripts.benchmarks.cases.offload import measure_windows
 
 NEEDS_GPU = True
-SMALL = "--rows 2000 --lookups 320 --dim 8 --rules sgd --tables 2"
+SMALL = "--rows 2000 --lookups 320 --dim 8 --rules sgd --tables 2 --windows 2"
 INPUTS = 4  # different batches in rotation
 LOAD = 0.9
 NEW = 0.05  # of the look-ups
+SHARE = 0.1  # of the rows in host memory that the GPU caches
 CHUNK = 1 << 20  # ids that are placed at a time
 FIRST_NEW = 1 << 40  # ids from here on were never seen
 
@@ -47,6 +51,7 @@ def arguments(parser: Parser) -> None:
     add("--lookups", type=count_arg, default=1 << 20)
     add("--dim", type=count_arg, default=128)
     add("--tables", type=count_arg, nargs="+", default=[1, 10])
+    add("--windows", type=count_arg, default=20, help="that fill the cache of rows on the host")
     add("--rules", nargs="+", choices=RULES, default=["sgd", "adam"])
 
 
@@ -60,6 +65,9 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
             record.add(row | dense_step(options, tables, rule) | steps(options, tables, rule))
             harness.release()
         record.add({"tables": tables} | index_alone(options, tables), to="index")
+        harness.release()
+    for rule in options.rules:
+        record.add({"rule": rule, "share": SHARE} | host_steps(options, rule), to="host")
         harness.release()
 
 
@@ -99,11 +107,14 @@ def dense_step(options: argparse.Namespace, tables: int, rule: str) -> dict[str,
     return {"dense": harness.captured_milliseconds(works)}
 
 
-def filled(options: argparse.Namespace, tables: int, load: float) -> Dynamic:
+def filled(
+    options: argparse.Namespace, tables: int, load: float, share: float | None = None
+) -> Dynamic:
     """Dynamic tables, to whose ids others are added until they have so many of their slots."""
     rows = options.rows // tables
     with torch.device(options.device):
-        group = Dynamic([HASHED] * tables, options.dim, rows=int(rows / LOAD), check_ids=False)
+        sizes, room = [HASHED] * tables, int(rows / LOAD)
+        group = Dynamic(sizes, options.dim, rows=room, cache_share=share, check_ids=False)
         known = mix(torch.arange(1, rows + 1))
     for part in known.split(max(1, CHUNK // tables)):
         group.place(part.expand(tables, -1))
@@ -137,6 +148,34 @@ def steps(options: argparse.Namespace, tables: int, rule: str) -> dict[str, floa
     after = group.id_counts()
     arrived = after["inserted"] - before["inserted"]
     found["evicted_share"] = (after["evicted"] - before["evicted"]) / max(arrived, 1)
+    return found
+
+
+def host_steps(options: argparse.Namespace, rule: str) -> dict[str, Any]:
+    """Steps of one table with rows in host memory, all ids known, and some of them new."""
+    found: dict[str, Any] = {}
+    for name, load in (("known", LOAD), ("new", 1.0)):
+        group = filled(options, 1, load, SHARE)
+        batch = draw(options, 1, scrambled=True)[0]
+        renew = Renewal(batch, NEW)
+
+        def draw_window(
+            size: int, load: float = load, renew: Renewal = renew, count: int = batch.numel()
+        ) -> list[Tensor]:
+            drawn = [power_law(options.rows, count, options.device) for _ in range(size)]
+            window = [mix(ids + 1)[None] for ids in drawn]
+            for ids in window if load > LOAD else ():
+                renew(ids)
+            return window
+
+        of_window = measure_windows(
+            group, rule, draw_window, batch.numel(), options.windows, captured=True
+        )
+        found |= {f"{name}_{key}": value for key, value in of_window.items()}
+        counts = group.id_counts()
+        harness.require(counts["not_placed"] <= 0.01 * counts["found"], "ids found no room")
+        del group, batch, renew, draw_window
+        harness.release()
     return found
 
 

@@ -17,7 +17,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import LookupContext
+from dlrm.embeddings.common.host_rows import MAX_WINDOW, HostRows
 from dlrm.embeddings.common.row_caches import Ids
-from dlrm.embeddings.offload import MAX_WINDOW, Offload
+from dlrm.embeddings.offload import Offload
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
@@ -200,41 +201,65 @@ def measure_table(
     dim, device, dtype = options.dim or 128, options.device, TYPES[options.dtype]
     with torch.device(device):
         group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False).to(dtype)
+
+    def draw(size: int) -> list[Tensor]:
+        return [power_law(rows, lookups, device).int()[None] for _ in range(size)]
+
+    found = measure_windows(group, rule, draw, lookups, options.table_warm_up)
+    return {"model": "one table", "variant": "offload", "rule": rule, "batch": lookups, **found}
+
+
+def measure_windows(
+    group: HostRows,
+    rule: str,
+    draw: Callable[[int], list[Tensor]],
+    lookups: int,
+    warm_up: int,
+    *,
+    captured: bool = False,
+) -> dict[str, Any]:
+    """Steps of one table whose rows are fetched ahead, a window at a time.
+
+    Args:
+        group: the table, with rows in host memory.
+        rule: of the update.
+        draw: draws so many batches ``[1, lookups]``.
+        lookups: of a batch.
+        warm_up: windows that fill the cache.
+        captured: look up, compute gradients and update in a CUDA graph.
+    """
     optimizer = RowOptimizer(group.parameters(), rule, lr=0.01)
-    sorter, size = RowSorter(torch.device(device)), group.window_size(lookups)
-    drawn = [
-        [power_law(rows, lookups, device).int()[None] for _ in range(size)]
-        for _ in range(options.table_warm_up + 2 + WINDOWS + 1)
-    ]
+    weight, size = group.weight, group.window_size(lookups)
+    sorter = RowSorter(weight.device)
+    drawn = [draw(size) for _ in range(warm_up + 2 + WINDOWS + 1)]
+    grad = torch.randn(lookups, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)
 
-    grad = torch.randn(lookups, 1, dim, device=device).to(dtype)
+    def step(ids: Tensor) -> None:
+        with sorter:
+            out = group(ids, context=LookupContext(rows_fetched=True, sorter=sorter))
+            sorter.sort()
+            out.backward(grad)
+            optimizer.step(sorter=sorter)
+        optimizer.zero_grad()
 
-    def train_window(index: int) -> None:
+    def train_window(index: int, run: Callable[[Tensor], object]) -> None:
         now: list[Ids] = [*drawn[index]]
-        group.begin_window([] if index else now, drawn[index + 1])
-        for ids in now:
-            with sorter:
-                out = group(ids, context=LookupContext(rows_fetched=True, sorter=sorter))
-                sorter.sort()
-                out.backward(grad)
-                optimizer.step(sorter=sorter)
-            optimizer.zero_grad()
+        group.begin_window([] if index else now, [*drawn[index + 1]])
+        for ids in drawn[index]:
+            run(ids)
 
-    first = options.table_warm_up
-    for index in range(first):
-        train_window(index)
+    for index in range(warm_up):
+        train_window(index, step)
+    run = _captured(step, drawn[0][0]) if captured and weight.is_cuda else step
     before = group.cache_stats()
     counts = {"warm_up": 2, "steps": WINDOWS}
-    ms = harness.milliseconds(lambda i: train_window(first + i), device, **counts) / size
+    device = weight.device
+    ms = harness.milliseconds(lambda i: train_window(warm_up + i, run), device, **counts) / size
 
     after = group.cache_stats()
     moved = {name: after[name] - before[name] for name in after}
     per_step = {name: moved[name] / moved["steps"] / 1e6 for name in ("bytes_in", "bytes_out")}
     return {
-        "model": "one table",
-        "variant": "offload",
-        "rule": rule,
-        "batch": lookups,
         "window": size,
         "ms": ms,
         "hit_rate": moved["hits"] / moved["lookups"],
@@ -242,3 +267,17 @@ def measure_table(
         "MB_out": per_step["bytes_out"],
         "link_share": per_step["bytes_in"] * 1e6 / (ms / 1e3) / LINK,
     }
+
+
+def _captured(step: Callable[[Tensor], None], like: Tensor) -> Callable[[Tensor], object]:
+    """A step in a CUDA graph, which reads a copy of its batch."""
+    ids, graph = like.clone(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step(ids)
+
+    def run(batch: Tensor) -> None:
+        ids.copy_(batch)
+        graph.replay()
+
+    return run
