@@ -172,15 +172,16 @@ def _sharding_types(
         # Small tables, and those that can't be sharded, are replicated.
         large = kind == "paged" or (kind in SHARDED and rows >= threshold)
         large &= not whole and _dtype_of(options, spec) != "int4"
-        unproven = kind == "dynamic" and on_gpu
-        large &= not unproven
+        unsharded = kind == "dynamic" and (on_gpu or options.get("cache_share") is not None)
+        large &= not unsharded
         sharding_type = tables.get(name, by if large else "replicate")
         if sharding_type == "auto" and kind == "dynamic":
             sharding_type = "row"  # a hash spreads ids evenly over the rows
 
-        if sharding_type != "replicate" and unproven:
+        if sharding_type != "replicate" and unsharded:
+            where = "on GPUs" if on_gpu else "with --dynamic.cache_share"
             raise ValueError(
-                f"--sharding.tables shards {name} by {sharding_type}, but on GPUs tables of kind "
+                f"--sharding.tables shards {name} by {sharding_type}, but {where} tables of kind "
                 "dynamic are replicated: remove it there"
             )
         if sharding_type != "replicate" and kind not in SHARDED:

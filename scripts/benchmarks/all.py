@@ -61,6 +61,7 @@ ON_GPU = {
     "interaction": Entry("interaction"),
     "basis": Entry("basis"),
     "dynamic": Entry("dynamic"),
+    "dynamic_host": Entry("dynamic --host"),
     "offload": Entry("offload --variants dense offload --rules sgd rowwise_adagrad adam", 600),
     "offload_large": Entry("offload --large --variants offload --rules sgd", 600),
     "pages": Entry("pages"),

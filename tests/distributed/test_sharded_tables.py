@@ -84,6 +84,11 @@ def test_rows_of_any_ids_are_sharded_by_row_and_those_in_int4_not():
     with pytest.raises(ValueError, match="shards a by column, but a row of --emb dynamic is made"):
         make_sharding_plan(world, NAMES, recipe, threshold=100, by="column")
 
+    plan[0][1]["cache_share"] = 0.1  # rows in host memory
+    assert make_sharding_plan(world, NAMES, recipe, threshold=100) is None
+    with pytest.raises(ValueError, match=r"with --dynamic\.cache_share tables of kind dynamic are"):
+        make_sharding_plan(world, NAMES, recipe, tables={"a": "row"})
+
     gpus = World(rank=0, size=2, device=torch.device("cuda", 0))
     assert make_sharding_plan(gpus, NAMES, recipe, threshold=100, exchange="collective") is None
     with pytest.raises(ValueError, match="on GPUs tables of kind dynamic are replicated: remove"):

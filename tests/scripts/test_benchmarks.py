@@ -96,6 +96,15 @@ def test_offloaded_tables_learn_what_dense_ones_do(tmp_path):
     assert results[1]["MB_in"] > 0
 
 
+def test_tables_of_any_ids_are_timed_in_host_memory(tmp_path):
+    output = tmp_path / "result.json"
+    given = ["dynamic", "--small", "--host", "--device", "cpu", "--output", str(output)]
+    assert run.main(given) == 0
+    (row,) = json.loads(output.read_text())["results"]
+    assert 0 < row["new_hit_rate"] < row["known_hit_rate"] < 1
+    assert row["new_MB_in"] > 0
+
+
 def test_lists_are_timed_beside_flat_columns(tmp_path):
     output = tmp_path / "result.json"
     assert run.main(["loader", "--multi-hot", "--small", "--output", str(output)]) == 0

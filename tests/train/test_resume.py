@@ -61,18 +61,25 @@ def test_rounded_rows_resume_to_the_last_bit(dtype, run, train, losses, result, 
     assert result(tmp_path / "parts")["test/auc"] == result(tmp_path / "whole")["test/auc"]
 
 
-def test_offloaded_tables_train_as_dense_ones_to_the_last_digit(
-    run, train, lines, losses, tmp_path
+@pytest.mark.parametrize(
+    ("plain", "host"),
+    [
+        ("--emb dense", "--emb offload --offload.cache_rows 500"),
+        ("--emb dynamic --dynamic.rows 400", "--dynamic.cache_share 0.2"),
+    ],
+)
+def test_tables_in_host_memory_train_as_others_to_the_last_digit(
+    plain, host, run, train, lines, losses, tmp_path
 ):
     given = ["--tables.threshold", "0", "--log_every", "1", "--optim.embeddings", "adamw"]
-    train("dense", *given, "--max_steps", "20")
-    offload = [*given, "--emb", "offload", "--offload.cache_rows", "500"]
-    train("offload", *offload, "--max_steps", "9")
-    run("train", "--resume", tmp_path / "offload", "--max_steps", "20")
-    assert losses(tmp_path / "offload") == losses(tmp_path / "dense")
-    last = [line for line in lines(tmp_path / "offload") if "cache/hit_rate" in line][-1]
+    given += plain.split()
+    train("plain", *given, "--max_steps", "20")
+    train("host", *given, *host.split(), "--max_steps", "9")
+    run("train", "--resume", tmp_path / "host", "--max_steps", "20")
+    assert losses(tmp_path / "host") == losses(tmp_path / "plain")
+    last = [line for line in lines(tmp_path / "host") if "cache/hit_rate" in line][-1]
     assert 0 < last["cache/hit_rate"] < 1
-    cold = [line for line in lines(tmp_path / "offload") if line["step"] in (1, 10)]
+    cold = [line for line in lines(tmp_path / "host") if line["step"] in (1, 10)]
     assert not any("cache/hit_rate" in line for line in cold), "the cache was empty before"
     assert 0 < last["cache/MB_out_per_step"] <= last["cache/MB_in_per_step"]
 

@@ -15,7 +15,7 @@ from dlrm.embeddings.common.budget import MANY_IDS, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import index_add
 from dlrm.embeddings.common.initial_rows import initial_bound
-from dlrm.embeddings.common.row_caches import CountsIds, PrefetchesRows
+from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.kernels import require_integers
 from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
 from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
@@ -82,7 +82,12 @@ class DynamicTables(CountsIds, Embedding):
             )
 
         if cache_share is not None:
-            self._check_host(evict, common.get("dtype"))
+            if evict == "score" or common.get("dtype") is not None:
+                raise ValueError(
+                    "rows of dynamic tables in host memory are fp32 or bf16, and are fetched ahead "
+                    "of the step, where scores are not known: leave out --dynamic.cache_share, or "
+                    "--dynamic.evict score and int8 or int4 rows"
+                )
             common["cache_share"] = cache_share
         slots = slots_of(num_embeddings, rows)
         if sum(slots) >= 2**31:
@@ -116,21 +121,6 @@ class DynamicTables(CountsIds, Embedding):
         self._bounds: Tensor  # [F], of the first values of rows
         self._follow_ids()
         self.reset_parameters()
-
-    def _check_host(self, evict: str, dtype: str | None) -> None:
-        """Raise a ``ValueError`` if such rows can't be in host memory."""
-        reason = None
-        if not isinstance(self, PrefetchesRows):
-            reason = "these tables are sharded over processes"
-        elif evict == "score":
-            reason = "their ids are placed ahead of the steps that set_clock gives scores for"
-        elif dtype is not None:
-            reason = f"{dtype} rows are in GPU memory"
-        if reason:
-            raise ValueError(
-                f"the rows of dynamic tables can't be in host memory: {reason}; leave out "
-                "--dynamic.cache_share"
-            )
 
     @property
     @abstractmethod

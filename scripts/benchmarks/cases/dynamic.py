@@ -10,8 +10,8 @@ same step with a static table.
 
 ``known``: every id has a row, at a load of 0.9. ``new``: 5% of the look-ups are of ids never seen
 before; the table is full, so that each of them evicts another. ``index``: only the index, which
-finds all ids, or gives slots to ids that are all new, in empty tables or in full ones. ``host``:
-both steps of one table in host memory of which the GPU caches 10%; rows are fetched ahead.
+finds all ids, or gives slots to ids that are all new, in empty tables or in full ones. With
+``--host`` both steps of one table with rows in host memory, of which the GPU caches 10%.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def arguments(parser: Parser) -> None:
     add("--lookups", type=count_arg, default=1 << 20)
     add("--dim", type=count_arg, default=128)
     add("--tables", type=count_arg, nargs="+", default=[1, 10])
+    add("--host", action="store_true", help="one table with rows in host memory")
     add("--windows", type=count_arg, default=20, help="that fill the cache of rows on the host")
     add("--rules", nargs="+", choices=RULES, default=["sgd", "adam"])
 
@@ -59,15 +60,15 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     """Measure the steps of each number of tables and rule, and the index."""
     torch.manual_seed(0)
     record.note(unit="ms", rows=options.rows, lookups=options.lookups, exponent=EXPONENT)
-    for tables in options.tables:
+    for rule in options.rules if options.host else ():
+        record.add({"rule": rule, "share": SHARE} | host_steps(options, rule))
+        harness.release()
+    for tables in () if options.host else options.tables:
         for rule in options.rules:
             row = {"tables": tables, "rule": rule, "dim": options.dim}
             record.add(row | dense_step(options, tables, rule) | steps(options, tables, rule))
             harness.release()
         record.add({"tables": tables} | index_alone(options, tables), to="index")
-        harness.release()
-    for rule in options.rules:
-        record.add({"rule": rule, "share": SHARE} | host_steps(options, rule), to="host")
         harness.release()
 
 
