@@ -88,6 +88,17 @@ class Dynamic(DynamicTables, HostRows):
     # Rows in host memory are fetched ahead of the steps that place their ids. A second index runs
     # ahead of the one in the state dict and gives ids the same rows, as it gets the same ids.
 
+    def _placed_rows(
+        self, tables: Tensor, ids: Tensor, context: LookupContext, end: Tensor | None = None
+    ) -> Tensor:
+        if self.cached.active and not context.rows_fetched:
+            self.cached.wait()  # rows of new ids are reset, and must not be on their way
+        return super()._placed_rows(tables, ids, context, end)
+
+    def place(self, ids: Tensor) -> Tensor:
+        self.cached.release()  # the other index knows nothing of these
+        return super().place(ids)
+
     def begin_window(self, now: Sequence[Ids], coming: Sequence[Ids]) -> None:
         if now and self.cached.moves:  # all earlier steps have begun
             self.cached.wait()
