@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,28 +49,16 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
     return uniform(key, dim) * bounds[tables, None].float()
 
 
-class _Memory(NamedTuple):
-    """Where the rows of the weight and then of its states are."""
-
-    strides: tuple[int, ...]
-    """Elements from row to row."""
-    offsets: tuple[int, ...]
-    """Elements from the start of a tensor to the start of its cache."""
-    slots: Tensor | None = None
-    """Slot of each row in the cache, negative for none; None without a cache."""
-
-
 @triton.jit
-def _begin(row, slot, memory, INDEX: tl.constexpr):
+def _begin(row, slot, stride, to_cache):
     """Where rows of a tensor, or their cached copies, begin."""
-    place = tl.where(slot >= 0, slot, row) * memory.strides[INDEX]
-    return place + tl.where(slot >= 0, memory.offsets[INDEX], 0)
+    return tl.where(slot >= 0, slot * stride + to_cache, row * stride)
 
 
 @triton.jit
 def _reset_rows(
-    data, wide, states, memory, table_rows, num_shared, lookups, placed, bounds, seed,
-    F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
+    data, wide, states, slots, strides, offsets, table_rows, num_shared, lookups, placed, bounds,
+    seed, F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write the first values of the rows that new ids got, and zero their states."""
@@ -91,8 +78,8 @@ def _reset_rows(
         row = row_of(row, table, table_rows)
         mask = live[:, None] & (column < D)
         slot = row * 0 - 1  # in a cache
-        if memory.slots is not None:
-            slot = tl.load(memory.slots + row, mask=live, other=-1).to(tl.int64)
+        if slots is not None:
+            slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
 
         key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
         bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
@@ -104,13 +91,14 @@ def _reset_rows(
             value = tl.where(mask, value, 0.0)
             store_packed(data, row, wide, live, value * 0, scale, value, seed, D, FORMAT, False)
         else:
-            at = _begin(row, slot, memory, 0)[:, None] + column
+            at = _begin(row, slot, strides[0], offsets[0])[:, None] + column
             tl.store(data + at, value.to(data.dtype.element_ty), mask=mask)
 
         # States.
         for index in tl.static_range(len(WIDTHS)):
             zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
-            at = _begin(row, slot, memory, index + 1)[:, None] + column
+            stride, to_cache = strides[index + 1], offsets[index + 1]
+            at = _begin(row, slot, stride, to_cache)[:, None] + column
             tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTHS[index]))
 
 
@@ -154,12 +142,12 @@ def reset_rows(
     block_d = max(2, triton.next_power_of_2(dim))
     block = max(1, TILE // block_d)
     tensors = data, *states
-    memory = _Memory(tuple(tensor.stride(0) for tensor in tensors), (0,) * len(tensors))
+    strides, slots, offsets = tuple(each.stride(0) for each in tensors), None, (0,) * len(tensors)
     if cached is not None:
-        memory = memory._replace(slots=cached.slots, offsets=cached.offsets(tensors))
+        slots, offsets = cached.slots, cached.offsets(tensors)
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
-        data, wide, tuple(states), memory, table_rows, num_shared, lookups, placed, bounds, seed,
-        F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d, FORMAT=packing,
+        data, wide, tuple(states), slots, strides, offsets, table_rows, num_shared, lookups, placed,
+        bounds, seed, F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d, FORMAT=packing,
         WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
