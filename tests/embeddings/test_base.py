@@ -259,6 +259,7 @@ def test_tables_from_the_meta_device_are_given_no_memory(kind):
         model.to_empty(device="cpu")
 
 
+HOST = [{"evict": "score"}, {"dtype": "int8"}]  # are not for rows in host memory
 BAD_OPTIONS = [  # of two tables of 10 rows of 16 weights
     ("hash", {"rows": 0}, "hash rows is 0; set --hash.rows to 1 or more"),
     *(("robe", {"block": n}, f"block is {n}; set --robe.block to a divisor") for n in (0, 3, 24)),
@@ -290,6 +291,8 @@ BAD_OPTIONS = [  # of two tables of 10 rows of 16 weights
     ("dynamic", {"shared": 0}, "shared is 0; set --dynamic.shared to 1 or more"),
     ("dynamic", {"half_life": 0}, "half_life is 0; set --dynamic.half_life"),
     ("dynamic", {"chance": 0.0}, "chance is 0.0, it must be above 0, at most 1"),
+    ("dynamic", {"cache_share": 2.0}, "cache_share is 2.0, it must be between 0 and 1"),
+    *(("dynamic", {"cache_share": 1.0, **own}, "leave out --dynamic.cache_share") for own in HOST),
 ]
 
 
