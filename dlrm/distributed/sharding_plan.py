@@ -168,20 +168,20 @@ def _sharding_types(
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
         whole = table in shared or "mode" in options  # which shards can't look up
+        whole |= options.get("cache_share") is not None
 
         # Small tables, and those that can't be sharded, are replicated.
         large = kind == "paged" or (kind in SHARDED and rows >= threshold)
         large &= not whole and _dtype_of(options, spec) != "int4"
-        unsharded = kind == "dynamic" and (on_gpu or options.get("cache_share") is not None)
-        large &= not unsharded
+        unproven = kind == "dynamic" and on_gpu
+        large &= not unproven
         sharding_type = tables.get(name, by if large else "replicate")
         if sharding_type == "auto" and kind == "dynamic":
             sharding_type = "row"  # a hash spreads ids evenly over the rows
 
-        if sharding_type != "replicate" and unsharded:
-            where = "on GPUs" if on_gpu else "with --dynamic.cache_share"
+        if sharding_type != "replicate" and unproven:
             raise ValueError(
-                f"--sharding.tables shards {name} by {sharding_type}, but {where} tables of kind "
+                f"--sharding.tables shards {name} by {sharding_type}, but on GPUs tables of kind "
                 "dynamic are replicated: remove it there"
             )
         if sharding_type != "replicate" and kind not in SHARDED:
@@ -192,7 +192,8 @@ def _sharding_types(
         if sharding_type != "replicate" and whole:
             raise ValueError(
                 f"--sharding.tables shards {name} by {sharding_type}, but tables that features "
-                "share, and those with pooling mean or max, are replicated: remove it there"
+                "share, and those with pooling mean or max or rows in host memory, are "
+                "replicated: remove it there"
             )
         types.append(sharding_type)
     return types
