@@ -132,6 +132,13 @@ def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
         for value in [*(n for n in expected if n.startswith("ids/")), "embeddings/bytes"]:
             assert found[value] == expected[value]
 
+    # Rows in host memory are replicated.
+    host = ["--dynamic.cache_share", "0.3", "--name", "host", "--max_steps", "15"]
+    done = torchrun(2, "train", *common, *host)
+    assert done.returncode == 0, done.stderr
+    first = {step: loss for step, loss in losses(tmp_path / "one").items() if step <= 15}
+    assert losses(tmp_path / "host") == pytest.approx(first, abs=1e-5)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
