@@ -78,7 +78,7 @@ class HostRows(PrefetchesRows, SharedRows):
     @property
     def on_host(self) -> bool:
         """Whether the rows are in host memory."""
-        return self._capacity is not None
+        return isinstance(self._parameters.get("weight"), CachedParameter)
 
     @property
     def cached(self) -> CachedRows:
@@ -211,13 +211,14 @@ class HostRows(PrefetchesRows, SharedRows):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
-        self.cached.release()  # the weight in a state dict may be written to
+        if self.on_host:  # the weight in a state dict may be written to
+            self.cached.release()
         super()._save_to_state_dict(destination, prefix, keep)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
     ) -> None:
-        self.cached.release()
         if self.on_host:  # rows are copied even with ``assign``: another parameter has no cache
+            self.cached.release()
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
