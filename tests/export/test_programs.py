@@ -153,13 +153,16 @@ def test_a_program_without_its_weights_scores_nothing(tmp_path):
     assert b"/export/inference.py" not in (tmp_path / "model.pt2").read_bytes()
 
 
-@pytest.mark.parametrize("case", ["block", "cafe", "tt with a cache"])
 @pytest.mark.parametrize(
-    ("where", "lists", "static"),
+    ("case", "where", "lists", "static"),
     [
-        pytest.param("cpu", False, False, marks=pytest.mark.slow),
-        pytest.param("cpu", True, True, marks=pytest.mark.slow),
-        pytest.param("cuda", True, False, marks=pytest.mark.gpu),
+        pytest.param("block", "cpu", True, True, marks=pytest.mark.slow),
+        pytest.param("cafe", "cpu", False, False, marks=pytest.mark.slow),
+        pytest.param("tt with a cache", "cpu", True, False, marks=pytest.mark.slow),
+        *(
+            pytest.param(case, "cuda", True, False, marks=pytest.mark.gpu)
+            for case in ("block", "cafe", "tt with a cache")
+        ),
     ],
 )
 def test_compiled_programs(case, where, lists, static, tmp_path):
