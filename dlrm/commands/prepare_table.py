@@ -24,7 +24,7 @@ from dlrm.data.prepare.transform import TRANSFORM_FILE
 from dlrm.data.prepare.workspace import BAD_ROWS_FILE
 from dlrm.data.schema import HASHED, Meta
 from dlrm.utils.documents import read_json
-from dlrm.utils.messages import printable
+from dlrm.utils.messages import listing, printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, peak_process_memory
 
 EPILOG = """\
@@ -151,7 +151,7 @@ def print_summary(output: Path, meta: Meta, began: float) -> None:
     scalings = read_json(transform)["scalings"] if transform.is_file() else {}
     for kind in sorted({scaling["transform"] for scaling in scalings.values()}):
         names = [name for name, scaling in scalings.items() if scaling["transform"] == kind]
-        print(f"{kind:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
+        print(f"{kind:8} {len(names):>10,} numbers: {printable(listing(names, 50))}")
     rated = [names for names in map(rate_names, meta.tables) if names[1] in meta.dense]
     counts = sum(count in meta.dense for count, _ in rated)
     if counts < len(rated):

@@ -60,4 +60,4 @@ def did_you_mean(name: str, valid: Iterable[str], word: str = "valid") -> str:
     """The end of a message on an unknown name: ``", did you mean 'rank'? valid: q, rank"``."""
     valid = sorted(valid)
     match = difflib.get_close_matches(name, valid, n=1)
-    return f"{f', did you mean {match[0]!r}?' if match else ';'} {word}: {', '.join(valid)}"
+    return f"{f', did you mean {match[0]!r}?' if match else ';'} {word}: {listing(valid, 50)}"

@@ -10,6 +10,7 @@ from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 def test_nearest_name_and_all_of_them():
     assert did_you_mean("rnk", ["rank", "q"]) == ", did you mean 'rank'? valid: q, rank"
     assert did_you_mean("zzz", ["rank", "q"]) == "; valid: q, rank"
+    assert did_you_mean("zzz", map(str, range(5000))).endswith(", ... (5,000 in all)")
 
 
 def test_an_unknown_option_is_named_before_a_missing_one(capsys):
