@@ -51,12 +51,13 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _matches(path: Path) -> list[Path]:
-    """The files of a directory or a pattern, or the file itself."""
+    """The files of a directory or a pattern, perhaps one of directories, or the file itself."""
     if path.is_file():
         return [path]
     if not path.is_dir():
-        found = sorted(glob.glob(str(path), recursive=True), key=_numbered)
-        return [p for p in map(Path, found) if p.is_file()]
+        found = [*map(Path, sorted(glob.glob(str(path), recursive=True), key=_numbered))]
+        inside = (p for directory in found if directory.is_dir() for p in _matches(directory))
+        return [p for p in found if p.is_file()] or [*inside]
     files = [p for p in path.rglob("*") if p.is_file() and suffix(p) in SUFFIXES]
     files.sort(key=_numbered)
     return [p for p in files if not any(n[0] in "._" for n in p.relative_to(path).parts)]

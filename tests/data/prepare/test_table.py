@@ -217,6 +217,8 @@ def test_folders_are_columns_and_numbers_in_names_are_in_order(tmp_path, capfd):
         pq.write_table(pa.table(table), directory / "part.parquet")
     whole = {"split": {"train": 1, "val": 0, "test": 0}, "rates": False}
     files, plan = open_and_plan([rows], build_options(whole))
+    pattern = open_and_plan([str(rows / "*" / "day=*")], build_options(whole))[0]
+    assert [file.path for file in pattern] == [file.path for file in files]
     assert {c.name: c.why for c in plan.columns}["shop"].startswith("integers, 2 values")
     prepare_table(files, plan, tmp_path / "out", progress=False)
     ids = pq.read_table(tmp_path / "out" / "vocabulary" / "day.parquet").to_pydict()
