@@ -20,9 +20,7 @@ NARROW = 16  # columns: fewer cost as much, since a memory transaction has 32 or
 # Work of a look-up that finds its row on another rank: its id is received and sorted, but no row is
 # read or updated. Measured on one H200 with DLRM-DCNv2.
 ELSEWHERE = 0.25
-# Imbalances below which no further table is split, as splitting costs copies: of tables that are
-# looked up once, and of those with bags.
-BALANCED, BALANCED_BAGS = 1.25, 1.1
+BALANCED = 1.25  # an imbalance below which no further table is split: splitting costs copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +216,6 @@ def plan_shards(
     whole = of_type("table")
     free = sorted(of_type("auto"), key=lambda table: (-size[table], -loads[table]))
     best, lowest = None, float("inf")
-    enough = BALANCED if counts is None else BALANCED_BAGS
     splits = range(len(free) + 1 if ranks > 1 else 1)
     for count, by_count in product(splits, [False, True] if known else [False]):
         cut = [*((t, n) for n in ("row", "column") for t in of_type(n))]
@@ -238,7 +235,7 @@ def plan_shards(
         found = imbalance(shards, loads, ranks, room)
         if best is None or found < lowest:
             best, lowest = shards, found
-        if lowest <= enough:
+        if lowest <= BALANCED:
             break
     return sorted(best or [], key=lambda shard: (shard.table, shard.rows, shard.columns))
 

@@ -327,8 +327,9 @@ def finish(world):
     """Leave the process group together, and say so."""
     world.wait()
     world.leave()
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    assert not [name for name in threads if "gloo" in name], threads
+    if world.device.type == "cpu":
+        threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        assert not [name for name in threads if "gloo" in name], threads
     if world.first:
         print("all is equal")
 

@@ -92,14 +92,6 @@ def test_a_busy_table_whose_columns_stay_together_is_cut_where_its_look_ups_are(
     assert busiest[0].height < busiest[-1].height / 10
 
 
-def test_a_busy_table_of_bags_is_split_for_less():
-    """Of all look-ups, 55% are its own: one rank would have a tenth too many."""
-    loads, options = [100.0, 40.0, 40.0], {"sharding_types": ["auto"] * 3, "room": 10_000}
-    whole = plan_shards([90, 80, 70], 64, 2, loads=loads, **options)
-    split = plan_shards([90, 80, 70], 64, 2, loads=loads, counts=[torch.ones(1)] * 3, **options)
-    assert [len(shards) for shards in (whole, split)] == [3, 4]
-
-
 def test_replicated_tables_have_no_shard_and_more_ranks_than_tables_do():
     shards = plan_shards([50, 60], 64, 4, sharding_types=["replicate", "table"])
     assert [(p.table, p.rank) for p in shards] == [(1, 0)]
