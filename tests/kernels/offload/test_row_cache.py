@@ -148,6 +148,27 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, then):
         assert torch.equal(weight, value)
 
 
+def test_rows_move_in_order_of_their_pages(device, monkeypatch):
+    moved = []
+    exchange = transfer.exchange_rows
+    monkeypatch.setattr(admission, "PAGE", 64)  # five rows of 12 bytes: pages of four are counted
+    monkeypatch.setattr(
+        admission,
+        "exchange_rows",
+        lambda tensors, moves, **how: [moved.append(moves), exchange(tensors, moves, **how)],
+    )
+    _, _, _, cached, _ = make(device, 20, "sgd")
+    for rows in torch.randperm(ROWS, device=device).view(3, 20):
+        look_up(cached, rows[None], training=True)
+    for index, moves in enumerate(moved):
+        assert moves.counters.tolist() == [20, 20, 20, 20 * (index > 0)]
+        lists = [moves.missing[:20], *[moves.leaving[:20]] * (index > 0)]
+        for listed in lists:
+            assert len(listed.unique()) == 20
+            assert ((listed // 4).diff() >= 0).all()
+        assert sorted(moves.targets[:20].tolist()) == list(range(20))
+
+
 @pytest.mark.gpu
 def test_a_cache_may_be_dropped_while_rows_are_on_their_way(device):
     _, _, _, cached, states = make(device, 40, "adagrad")
