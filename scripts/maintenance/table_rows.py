@@ -115,8 +115,7 @@ def rules(result: Result) -> Rows:
 def exports(result: Result) -> Iterator[Mapping[str, Any]]:
     """Milliseconds of exported models and of others, by the size of the batch."""
     for r in result["results"]:
-        compression = f"tt, {r.get('times_smaller', 0):.0f}x"
-        row = {"model": r["model"].replace("tt", compression)}
+        row = {"model": r["model"].replace("tt", f"tt, {r.get('times_smaller', 0):.0f}x")}
         row["tables, MB"] = f"{r['table_bytes'] / 1e6:,.0f}" if "table_bytes" in r else ""
         row["load, s"] = f"{r['load_seconds']:.2f}" if "load_seconds" in r else ""
         for key in r:
@@ -154,12 +153,12 @@ def pages(result: Result) -> Rows:
     return [dict(zip(heads, line, strict=True)) for line in lines]
 
 
-def offloaded(result: Result) -> Iterator[Mapping[str, Any]]:
+def offloaded(*results: Result) -> Iterator[Mapping[str, Any]]:
     """Offloaded tables whose rows are fetched ahead, with their speed relative to dense ones."""
-    for r in result["results"]:
-        if r["variant"] in ("offload", "offload, 1.5%") and "host_bytes" in r:
-            share = f"{r['speed of dense']:.2f}" if "speed of dense" in r else "-"
-            yield {**r, "share": share, "cached": 1.5 if "%" in r["variant"] else 10}
+    for result in results:
+        device = result["environment"]["device"].split()[1]
+        for r in (r for r in result["results"] if "host_bytes" in r):
+            yield {**r, "share": r.get("speed of dense", "-"), "device": device}
 
 
 # Of docs/dynamic.md

@@ -381,8 +381,8 @@ def test_stats_and_footprint_tell_what_the_cache_does():
 
 def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow():
     small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**6))
-    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 13, 4, 1]
-    assert [large.window_size(lookups) for lookups in (1, 2**18, 2**20, 2**22)] == [32, 15, 3, 1]
+    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 11, 3, 1]
+    assert [large.window_size(lookups) for lookups in (1, 2**18, 2**20, 2**22)] == [32, 13, 3, 1]
     assert build("offload", [10**6], 1, cache_rows=0).window_size(1) == 0
 
 

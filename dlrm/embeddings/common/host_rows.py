@@ -113,10 +113,10 @@ class HostRows(PrefetchesRows, SharedRows):
             self.cached.prepare(rows, None, training=training, fetched=context.rows_fetched)
 
     def window_size(self, lookups: int) -> int:
-        """So large that two windows fit into the cache if an eighth of their ids are unique."""
+        """So large that two windows fit into the cache if a seventh of their ids are unique."""
         if not self._capacity:
             return 0
-        most = min(4 * self._capacity, MAX_LOOKUPS)
+        most = min(7 * self._capacity // 2, MAX_LOOKUPS)
         return max(1, min(MAX_WINDOW, most // max(lookups, 1)))
 
     @property
