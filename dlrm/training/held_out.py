@@ -25,7 +25,8 @@ GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
 # all labels are of the other class.
 DIVERGED = 6 * GUESSING
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
-CALIBRATED = 32768  # training rows that show where the average of the scores is
+CALIBRATED = 32768  # training rows, at most, that show where the average of the scores is,
+OF_A_CLASS = 2048  # and of them, about as many of the rarer class: the average is then known to 2%
 SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
 ALIKE = 100  # rows; a model may well give fewer the same score
 REMEDY = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
@@ -124,7 +125,11 @@ class HeldOut:
 
         Rows count by their weight, so the scores are moved as the loss moves them, and back.
         """
-        logits, *rest = self._predict_seen(CALIBRATED)
+        loader = self._seen()
+        train = loader.meta.splits["train"]
+        rarer = max(min(train.positives, train.rows - train.positives), 1)
+        rows = min(CALIBRATED, OF_A_CLASS * train.rows // rarer)
+        logits, *rest = self._predict_first(loader, rows)
         if later is not None:
             later = later[0] + self._shift, *later[1:]
         scale, shift = fit_calibration((logits + self._shift, *rest), later)
@@ -149,7 +154,7 @@ class HeldOut:
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {REMEDY}"
         if log_loss > OVERFITTED:
             return problem
-        seen = self._predict_seen(SAMPLES)
+        seen = self._predict_first(self._seen(), SAMPLES)
         return problem if self._uncalibrated_loss(*seen) > DIVERGED else ""
 
     def _uncalibrated_loss(
@@ -175,9 +180,8 @@ class HeldOut:
             )
         return True
 
-    def _predict_seen(self, rows: int) -> tuple[Tensor, ...]:
-        """Logits, labels and any weights of the first training rows, about ``rows`` of them."""
-        loader = self._seen()
+    def _predict_first(self, loader: BatchLoader, rows: int) -> tuple[Tensor, ...]:
+        """Logits, labels and any weights of the first rows of a loader, about ``rows`` of them."""
         share = loader.batch_size * self._world.size
         count = min(-(-rows // share), len(loader))
         return self._predict(loader, islice(loader, count), min(count * share, loader.rows))

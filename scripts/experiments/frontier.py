@@ -219,7 +219,7 @@ def draw_expected(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         own = [row for row in results if row["log"] == log and "expected" in row]
         line = sorted((row["expected"], row["log loss"] - dense[log]) for row in own)
         panel.plot(*(zip(*line, strict=True) if line else ((), ())), "o-", label=log, ms=3)
-    panel.axline((0, 0), slope=1, color="k", linewidth=0.5)
+    panel.axline((0, 0), slope=1, color="k", linewidth=0.5, label="as expected")
     panel.set(xlabel="expected rise of the log loss", ylabel="found on test rows")
     panel.legend()
     write_plot(figure, path)

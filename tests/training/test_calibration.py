@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as loss
 
 from dlrm.data.batch import Batch
+from dlrm.data.schema import Split
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
@@ -71,7 +72,9 @@ def test_only_evaluations_are_calibrated():
 class Scores(torch.nn.Module):
     """A trained model whose logits are the first dense feature."""
 
-    calibration = torch.tensor([1.0, 0.0])
+    def __init__(self):
+        super().__init__()
+        self.calibration = torch.tensor([1.0, 0.0])
 
     def forward(self, dense, ids, offsets):
         return dense[0]
@@ -99,3 +102,27 @@ def test_states_are_compared_at_the_odds_of_the_weights():
         / float(weights.sum()),
         rel=1e-5,
     )
+
+
+@pytest.mark.parametrize(
+    ("positives", "wanted"),
+    [(0.25, 2048 * 4), (0.75, 2048 * 4), (0.01, 32768), (0.0, 32768)],
+)
+def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, wanted):
+    count, size = 100_000, 64
+    split = Split(files=("train.parquet",), rows=count, positives=int(positives * count))
+    seen = MagicMock(rows=count, batch_size=size, __len__=lambda _: count // size)
+    seen.meta.splits = {"train": split}
+    logits = torch.full((1, size), 0.5)
+    labels = (torch.arange(size) < 16).float()
+    batch = Batch(logits, torch.zeros(1, size, dtype=torch.int64), labels)
+    read = []
+    seen.__iter__.return_value = (read.append(size) or batch for _ in range(count // size))
+
+    model = Scores()
+    rows_of_run = HeldOutRows({}, {}, lambda: seen)
+    HeldOut(model, "fp32", True, 1.0, Interruption(World()), rows_of_run).center()
+    assert sum(read) == wanted
+    scale, shift = model.calibration.tolist()
+    assert scale == 1
+    assert 1 / (1 + math.exp(-0.5 - shift)) == pytest.approx(0.25, abs=1e-6)
