@@ -105,7 +105,11 @@ def test_moves_during_the_step_change_nothing(device, rule, capacity):
 
         if index % 3 == 0:
             delay(device)
+        before = cached.index.slot_to_row.clone()
         cached.begin_window(None if announced else (rows[None], None), (coming[None], None))
+        if announced and device.type == "cpu":  # rows in use stay where they are
+            used = torch.isin(before, rows)
+            assert torch.equal(cached.index.slot_to_row[used], before[used])
         found = look_up(cached, rows[None], training=True, fetched=True)
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
