@@ -87,6 +87,14 @@ def cached_rows(parameter: Tensor) -> CachedRows | None:
     return parameter.cached if isinstance(parameter, CachedParameter) else None
 
 
+def slots_that_fit(dim: int, device: torch.device) -> int:
+    """Number of slots whose rows and two states in fp32 take half of the GPU's free memory."""
+    if device.type != "cuda":
+        return 2**31 - 1
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(free // 2 // (3 * 4 * dim), 1)
+
+
 class CachedRows(RowSource):
     """The rows of a table in host memory, and a cache of some of them on the GPU.
 
@@ -97,7 +105,7 @@ class CachedRows(RowSource):
     Args:
         weight: the table, ``[V, D]``, in host memory; for a GPU a
             :func:`dlrm.kernels.offload.pinned_memory.mapped_tensor`.
-        capacity: slots of the cache, 0 for none.
+        capacity: slots of the cache, 0 for none; fewer if the GPU's free memory is too small.
         half_life: windows in which the LFU score of an unused row halves.
         impl: see :mod:`dlrm.kernels`.
     """
@@ -119,7 +127,8 @@ class CachedRows(RowSource):
         """Begin to cache, with an empty cache and without the states of :meth:`new_rows`."""
         self.release()
         weight, _ = self.tensors[0]
-        capacity, device = self.capacity, weight.device
+        device = weight.device
+        capacity = min(self.capacity, slots_that_fit(weight.shape[1], device))
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
         self.side = side_stream_of(device, "rows")
@@ -128,9 +137,9 @@ class CachedRows(RowSource):
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Zeros ``[V, columns]`` in host memory that move with the rows of the table."""
-        weight, _ = self.tensors[0]
+        weight, cached = self.tensors[0]
         host = zeros_in_same_memory(weight, (len(weight), columns), dtype)
-        cache = torch.zeros(self.capacity, columns, dtype=dtype, device=weight.device)
+        cache = torch.zeros(len(cached), columns, dtype=dtype, device=weight.device)
         self.tensors.append((host, cache))
         return host
 

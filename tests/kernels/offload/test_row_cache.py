@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from dlrm.kernels.lookup.tables import lookup
-from dlrm.kernels.offload import admission, transfer
+from dlrm.kernels.offload import admission, row_cache, transfer
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
-from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
+from dlrm.kernels.offload.row_cache import (
+    CachedParameter,
+    CachedRows,
+    cached_rows,
+    slots_that_fit,
+)
 from dlrm.kernels.update import sparse
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
@@ -216,3 +221,21 @@ def test_a_copy_of_a_parameter_has_a_cache_of_its_own(copied):
     assert twin.requires_grad
     assert twin.data_ptr() != weight.data_ptr()
     assert not copied(weight.requires_grad_(False)).requires_grad
+
+
+def test_a_cache_leaves_half_of_the_free_memory_of_the_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 2_000_000))
+    assert slots_that_fit(16, torch.device("cuda")) == 500_000 // (3 * 64)
+    assert slots_that_fit(10**6, torch.device("cuda")) == 1
+    assert slots_that_fit(16, torch.device("cpu")) > 10**9
+
+    monkeypatch.setattr(row_cache, "slots_that_fit", lambda dim, device: 7)
+    cached = CachedParameter(torch.randn(ROWS, DIM), capacity=20).cached
+    cached.start()
+    state = cached.new_rows(DIM, torch.float32)
+    assert cached.nbytes()[0] == 2 * 7 * DIM * 4
+
+    # As many more rows than slots as before: results do not depend on the cache.
+    cached.prepare(torch.arange(ROWS)[None], None, training=True)
+    assert torch.equal(lookup(cached, torch.arange(ROWS)[None])[0], cached.weights[0])
+    assert state.shape == (ROWS, DIM)
