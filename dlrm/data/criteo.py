@@ -21,7 +21,7 @@ from dlrm.data.prepare.spill import Spilled
 from dlrm.data.prepare.splitting import Splitter
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
-from dlrm.data.prepare.vocabulary import open_vocabulary
+from dlrm.data.prepare.vocabulary import COUNTS, read_vocabulary
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.utils.messages import did_you_mean
@@ -172,10 +172,13 @@ def inherit_options(options: Options) -> Options:
             "forgotten values could share: prepare it with --vocabulary train"
         )
     for column in meta.categorical:
-        with open_vocabulary(directory / Meta.vocabulary_file(column.name), directory) as file:
-            rows = file.metadata.num_rows
-            if rows != column.cardinality and options.ids == "vocabulary":
-                raise ValueError(f"it has {rows} rows, {META_FILE} says {column.cardinality}")
+        path = directory / Meta.vocabulary_file(column.name)
+        rows = len(read_vocabulary(path, COUNTS, directory))
+        if rows != column.cardinality and options.ids == "vocabulary":
+            raise ValueError(
+                f"{path} can't be the vocabulary: it has {rows} rows, {META_FILE} says "
+                f"{column.cardinality}; prepare {directory} again"
+            )
     return options
 
 

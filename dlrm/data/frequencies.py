@@ -9,14 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from dlrm.data.evidence import read_effects
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.prepare.vocabulary import open_vocabulary, read_vocabulary
+from dlrm.data.prepare.vocabulary import COUNTS, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
 from dlrm.data.threads import map_in_order, thread_pool
 from dlrm.utils.cpus import cpu_count
@@ -42,9 +41,6 @@ class IdStatistics:
         self.effects = cache(lambda: read_effects(directory, meta, self.counts))
 
 
-_COUNTED = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
-
-
 def read_frequencies(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor]:
     """Occurrences of every id of every column, ``[cardinality]`` int64 each.
 
@@ -64,8 +60,7 @@ def read_frequencies(directory: str | os.PathLike[str], meta: Meta) -> list[Tens
 
 def _listed(path: Path, column: Categorical) -> Tensor:
     """The counts in a vocabulary."""
-    with open_vocabulary(path) as file:
-        ids, counts = read_vocabulary(file, _COUNTED.names).cast(_COUNTED).columns
+    ids, counts = read_vocabulary(path, COUNTS).columns
     rows = column.cardinality
     first, last = (limit or 0 for limit in pc.min_max(ids).as_py().values())
     if first < 0 or last >= rows:

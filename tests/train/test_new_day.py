@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm.data.criteo import Options, prepare
-from dlrm.data.prepare.vocabulary import Vocabulary
+from dlrm.data.prepare.extend_ids import extend_ids
 from dlrm.data.schema import CRITEO_CATEGORICAL, Meta
 from dlrm.training.checkpoint import load_model
 from tests.kit import criteo_rows, read_splits, write_criteo
@@ -109,19 +109,19 @@ def test_old_values_keep_their_ids_and_new_ones_follow(days):
 
 def test_an_interrupted_preparation_continues_with_the_same_ids(days, tmp_path, monkeypatch):
     given = options(ids_of=str(days / "0"), append_new=True)
-    extended, done = Vocabulary.extended, []
+    done = []
 
     def killed(vocabulary, *arguments, **more):
         if len(done) == 9:
             raise KeyboardInterrupt
         done.append(vocabulary)
-        return extended(vocabulary, *arguments, **more)
+        return extend_ids(vocabulary, *arguments, **more)
 
-    monkeypatch.setattr(Vocabulary, "extended", killed)
+    monkeypatch.setattr("dlrm.data.prepare.learner.extend_ids", killed)
     with pytest.raises(KeyboardInterrupt):
         quiet(days / "1.txt", tmp_path / "out", given)
     assert not (tmp_path / "out" / "meta.json").exists()
-    monkeypatch.setattr(Vocabulary, "extended", extended)
+    monkeypatch.setattr("dlrm.data.prepare.learner.extend_ids", extend_ids)
     quiet(days / "1.txt", tmp_path / "out", given)
     for file in ("train.parquet", "vocabulary/C1.parquet", "vocabulary/C26.parquet"):
         assert (tmp_path / "out" / file).read_bytes() == (days / "1" / file).read_bytes()

@@ -11,6 +11,7 @@ from .column_options import ColumnOptions, TableOptions
 from .columns import Column, ColumnPlan
 from .files import RawFile
 from .text_blocks import BlockReader
+from .text_formats import CsvLayout
 
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 
@@ -49,6 +50,5 @@ def open_log(path: Path, *, scored: bool = False) -> RawFile:
     if scored:
         first_line = BlockReader(path).start(1 << 16).partition(b"\n")[0]
         names = COLUMNS[first_line.count(b"\t") == len(COLUMNS) - 2 :]
-    return RawFile(
-        path=path, format="csv", names=names, delimiter="\t", quotes=False, missing=("",)
-    )
+    layout = CsvLayout(names=names, delimiter="\t", quotes=False, missing=("",))
+    return RawFile(path=path, format="csv", names=names, layout=layout)

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
+
+from .vocabulary import Vocabulary, texts_of
 
 NOTHING_TO_EVICT = "--forget needs --append-new: ids become free only for new values"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extended:
-    """The ids of a column after later rows."""
-
-    new: NDArray[np.int64]
-    """``[m]`` which of the values get an id, in order of falling count."""
-    given: NDArray[np.int32]
-    """``[m]`` the ids that they get."""
-    ids: NDArray[np.int32]
-    """``[n]`` of each value; -1 if it has none and there is no id of unlisted ones."""
-    counts: NDArray[np.int64]
-    """``[V]``, of old and new rows."""
-    unseen: NDArray[np.int32]
-    """``[V]`` preparations, up to this one, of which no training row had the value."""
-
-
 def extend_ids(
-    known: NDArray[np.int64],
-    unseen: NDArray[np.int32] | None,
-    oov_id: int | None,
-    listed: NDArray[np.int32],
+    old: Vocabulary,
+    values: pa.Array,
     counts: NDArray[np.int64],
     *,
     min_count: int,
-    evict_after: int | None,
     most: int | None = None,
-) -> Extended:
+    evict_after: int | None = None,
+) -> tuple[Vocabulary, NDArray[np.int32]]:
     """Give ids to the values of later rows that have none.
 
     A value is evicted only when a new one needs its id. The values that were unseen the longest go
     first, and among equals those with the largest id, which are the rarest. When none is left, new
     values get the ids after the last one. So no id is without a value, a value that is kept keeps
     its id, and tables never shrink. The counts of evicted values, and of all without an id, are
-    added to those of ``oov_id``.
+    added to those of ``oov_id``, whose id is never given away.
 
     Args:
-        known: ``[U]`` how often each id occurred so far.
-        unseen: ``[U]`` preparations, up to the last one, without its value; None: 0.
-        oov_id: the id of unlisted values, which is never given away; None if there is none, and
-            then ``evict_after`` is None too.
-        listed: ``[n]`` the id of each distinct value of the rows; -1 if it has none.
-        counts: ``[n]`` how often it occurs in the training rows, perhaps 0.
+        old: the vocabulary so far. Without an ``oov_id``, no value can be evicted.
+        values: ``[n]`` distinct texts or keys, in rising order.
+        counts: ``[n]`` occurrences in the new training rows, perhaps 0. They are added to the old
+            ones.
         min_count: occurrences that a new value needs.
+        most: the number of ids that there may be.
         evict_after: preparations, at least 1, that a value must have been unseen for to be evicted,
             this one included; None to evict none.
-        most: the number of ids that there may be.
+
+    Returns:
+        The extended vocabulary, and the id ``[n]`` of each value; -1 if it has none.
     """
-    size = len(known)
-    unseen = np.ones(size, np.int32) if unseen is None else unseen + np.int32(1)
+    size, oov_id, listed = len(old), old.oov_id, old.find(values)
+    unseen = np.ones(size, np.int32) if old.unseen is None else old.unseen + np.int32(1)
     unseen[listed[(counts > 0) & (listed >= 0)]] = 0
     if oov_id is not None:
         unseen[oov_id] = 0
@@ -74,7 +58,8 @@ def extend_ids(
     given = np.concatenate([free, np.arange(size, grown)]).astype(np.int32)
     new = new[: len(given)]
 
-    total = np.pad(known, (0, grown - size))
+    # What becomes of the counts and of values that have lost their ids.
+    total = np.pad(old.counts, (0, grown - size))
     ids = listed.copy()
     if len(free):
         total[oov_id] += total[free].sum()
@@ -84,7 +69,18 @@ def extend_ids(
     if oov_id is not None:
         ids[ids < 0] = oov_id
     np.add.at(total, ids[ids >= 0], counts[ids >= 0])
-
     unseen = np.pad(unseen, (0, grown - size))
     unseen[given] = 0
-    return Extended(new=new, given=given, ids=ids, counts=total, unseen=unseen)
+
+    # Each id has its old value, or one of the new ones, which come after all old ones.
+    source = np.arange(grown)
+    source[given] = size + np.arange(len(new))
+    added = texts_of(values.take(pa.array(new))).cast(old.values.type)
+    extended = Vocabulary(
+        values=pa.concat_arrays([old.values, added]).take(pa.array(source)),
+        counts=total,
+        oov_id=oov_id,
+        unseen=unseen,
+        positives=None if old.positives is None else np.pad(old.positives, (0, len(new)))[source],
+    )
+    return extended, ids

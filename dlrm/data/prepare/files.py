@@ -84,12 +84,8 @@ class RawFile:
     """csv, json or parquet."""
     names: tuple[str, ...]
     """The columns; of JSON lines, those in the first rows."""
-    delimiter: str = ","
-    header: bool = False
-    """Whether the first line of a CSV holds the names."""
-    quotes: bool = True
-    missing: tuple[str, ...] = NUMBER_MISSING
-    """Texts that stand for a missing number in a CSV. Fewer of them take less time."""
+    layout: CsvLayout | None = None
+    """Of a CSV."""
     sha256: str | None = None
     """Known when all rows of a text have been read."""
 
@@ -128,22 +124,21 @@ class RawFile:
         if self.format == "parquet":
             yield from self._row_groups()
             return
-        file = BlockReader(self.path)
-        row_end = csv_row_end(self.delimiter) if self.format == "csv" and self.quotes else None
-        layout = CsvLayout(
-            names=self.names, delimiter=self.delimiter, quotes=self.quotes, missing=self.missing
-        )
-        skip = self.header
+
+        file, layout = BlockReader(self.path), self.layout
+        row_end = csv_row_end(layout.delimiter) if layout is not None and layout.quotes else None
+        header = layout is not None and layout.header
         for block in file.blocks(limit, block_bytes, row_end):
             if not block.data:
                 raise ValueError(f"{self.path}: the file is empty; replace it, or leave it out")
-            if self.format == "json":
-                yield JsonPart(block=block)
+            if layout is None:
+                yield JsonPart(**vars(block))
                 continue
+
             data = block.data.removeprefix(codecs.BOM_UTF8)
-            if skip:
-                data, skip = data[_header_end(data, self.quotes) :], False
-            yield CsvPart(block=block, data=data, layout=layout)
+            if header:
+                data, header = data[_header_end(data, layout.quotes) :], False
+            yield CsvPart(**vars(block) | {"data": data}, layout=layout)
         self.sha256 = file.sha256()
 
     def _row_groups(self) -> Iterator[ParquetPart]:
@@ -304,15 +299,14 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
         raise ValueError(
             f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
         )
-    return RawFile(
-        path=path,
-        format="csv",
+    layout = CsvLayout(
         names=names,
         delimiter=delimiter,
         header=options.names is None,
         quotes=quotes,
         missing=(*NUMBER_MISSING, *options.missing),
     )
+    return RawFile(path=path, format="csv", names=names, layout=layout)
 
 
 def _first_line(path: Path, quotes: bool) -> str:
@@ -353,9 +347,11 @@ def _require_lines(path: Path) -> None:
 def no_header_hint(file: RawFile) -> str:
     """The end of a message on an unknown column: a name that is a number may be of a row, and a
     single one may be all names."""
-    if file.header and len(file.names) == 1 and re.search(r"\w[^\w.-]+\w", file.names[0]):
+    if file.layout is None or not file.layout.header:
+        return ""
+    if len(file.names) == 1 and re.search(r"\w[^\w.-]+\w", file.names[0]):
         return "; if these are several columns, say what separates them with delimiter: in the YAML"
-    if not file.header or not any(map(_is_number, file.names)):
+    if not any(map(_is_number, file.names)):
         return ""
     return "; if the first line is a row, list the names of the columns with names: in the YAML"
 

@@ -21,6 +21,7 @@ from ..schema import HASHED, Categorical, Meta
 from ..threads import map_in_order
 from .checks import note_features
 from .columns import Feature
+from .extend_ids import extend_ids
 from .keys import HexKeys, Keys, TextKeys
 from .numbers import (
     FLOAT32_MAX,
@@ -274,7 +275,8 @@ class Learner:
         )
 
         if earlier.grow:
-            made, ids = made.extended(
+            made, ids = extend_ids(
+                made,
                 values,
                 counts,
                 min_count=own.min_count or 1,

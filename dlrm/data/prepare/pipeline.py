@@ -37,7 +37,7 @@ from .splitting import Splitter, count_selected
 from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
 from .transform import TRANSFORM_FILE, Transform
-from .vocabulary import read_counts
+from .vocabulary import COUNTS, read_vocabulary
 from .workspace import BAD_ROWS_FILE, Workspace
 
 FORMAT = 3  # of the spilled blocks; increment it when a restart cannot reuse older ones
@@ -175,7 +175,8 @@ class Preparation:
         )
         if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
             paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
-            found = with_effects(work.directory, meta, [read_counts(path) for path in paths])
+            counts_of_ids = [read_vocabulary(path, COUNTS)["count"].to_numpy() for path in paths]
+            found = with_effects(work.directory, meta, counts_of_ids)
             meta = found if self.earlier is None else replace(found, dense=meta.dense)
         meta.write(work.directory)
 

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -41,45 +40,23 @@ class PartRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextPart:
-    """Whole rows of a file of text."""
-
-    block: TextBlock
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.block.path
-
-    @property
-    def consumed(self) -> int:
-        """Bytes of the file up to here."""
-        return self.block.consumed
-
-    @property
-    def lines(self) -> int:
-        """The number of lines."""
-        return self.block.lines
-
-
-@dataclass(frozen=True, kw_only=True)
 class CsvLayout:
     """How the fields of a CSV are written."""
 
     names: Sequence[str]
     delimiter: str
+    header: bool = False
+    """Whether the first line holds the names."""
     quotes: bool
     """Whether fields may be quoted."""
     missing: Sequence[str]
-    """Texts that stand for a missing number."""
+    """Texts that stand for a missing number. Fewer of them take less time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CsvPart(TextPart):
-    """Whole rows of a CSV."""
+class CsvPart(TextBlock):
+    """Whole rows of a CSV, without the header."""
 
-    data: bytes
-    """Without the header."""
     layout: CsvLayout
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
@@ -199,7 +176,7 @@ class CsvPart(TextPart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonPart(TextPart):
+class JsonPart(TextBlock):
     """Whole lines of JSON."""
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
@@ -208,11 +185,11 @@ class JsonPart(TextPart):
         Raises:
             ValueError: a line is not JSON, has another name, or a value of another type.
         """
-        return _parse_json(self.block.data, types)
+        return _parse_json(self.data, types)
 
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
         """The same, row by row."""
-        lines = _lines(self.block.data)
+        lines = _lines(self.data)
 
         def take(positions: NDArray[np.int64]) -> pa.RecordBatch:
             return _parse_json(b"".join(lines[position] for position in positions), types)
@@ -221,7 +198,7 @@ class JsonPart(TextPart):
 
     def infer(self, *, skip_bad: bool = False) -> pa.RecordBatch:
         """All columns, with the types that pyarrow finds; bad rows can be left out."""
-        data = self.block.data
+        data = self.data
         while True:
             try:
                 return _read_json(data, None)

@@ -7,8 +7,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ..parquet import reason, whole_table
-from .extend_ids import extend_ids
 from .hex_keys import MISSING, hex_keys, hex_strings, sort_keys
 from .text_hashes import hash_texts, plain_bools
 
@@ -41,6 +39,10 @@ UNSEEN = pa.field("unseen", pa.int32())
 last one, no training row had the value."""
 POSITIVES = pa.field("positives", pa.int64())
 """A further column, if rows get rates: how many of the counted rows have label 1."""
+VALUES = pa.schema([("value", TEXT)])
+"""The column that says which value each id stands for."""
+COUNTS = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
+"""The columns that say how often each id occurred."""
 FEW_IDS = 50_000  # vocabularies up to this size are hashed by each look-up
 
 
@@ -137,54 +139,6 @@ class Vocabulary:
             found[doubtful] = exact.fill_null(-1).to_numpy()
         return found
 
-    def extended(
-        self,
-        values: pa.Array,
-        counts: NDArray[np.int64],
-        *,
-        min_count: int,
-        most: int | None = None,
-        evict_after: int | None = None,
-    ) -> tuple[Vocabulary, NDArray[np.int32]]:
-        """A vocabulary with new values: the old ones keep their ids, unless they are evicted.
-
-        Args:
-            values: ``[n]`` distinct texts or keys, in rising order.
-            counts: ``[n]`` occurrences in the new training rows. They are added to the old ones.
-            min_count: see :func:`dlrm.data.prepare.extend_ids.extend_ids`.
-            most: at most this many ids in all.
-            evict_after: see there.
-
-        Returns:
-            The vocabulary, and the id ``[n]`` of each value; -1 if it has none.
-        """
-        made = extend_ids(
-            self.counts,
-            self.unseen,
-            self.oov_id,
-            self.find(values),
-            counts,
-            min_count=min_count,
-            evict_after=evict_after,
-            most=most,
-        )
-
-        # Each id has its old value, or one of the new ones, which come after all old ones.
-        new = texts_of(values.take(pa.array(made.new))).cast(self.values.type)
-        source = np.arange(len(made.counts))
-        source[made.given] = len(self) + np.arange(len(made.new))
-        positives = self.positives
-        if positives is not None:
-            positives = np.pad(positives, (0, len(made.new)))[source]
-        extended = Vocabulary(
-            values=pa.concat_arrays([self.values, new]).take(pa.array(source)),
-            counts=made.counts,
-            oov_id=self.oov_id,
-            unseen=made.unseen,
-            positives=positives,
-        )
-        return extended, made.ids
-
     def write(self, path: Path) -> None:
         """Write the columns ``value``, ``id``, ``count`` and, if there are any, ``unseen`` and
         ``positives``; the row number is the id."""
@@ -218,11 +172,9 @@ class Vocabulary:
             ValueError: the file is damaged.
         """
         schema = _schema(HEX if hexadecimal else TEXT)
-        with open_vocabulary(path, data) as file:
-            further = (UNSEEN, POSITIVES)
-            there = [column for column in further if column.name in file.schema_arrow.names]
-            schema = pa.schema([*schema, *there])
-            table = read_vocabulary(file, schema.names).cast(schema)
+        table = read_vocabulary(path, schema, data, further=(UNSEEN, POSITIVES))
+        there = table.schema.names
+
         values = table["value"].combine_chunks()
         if not hexadecimal:
             values = plain_bools(values)  # of an earlier version
@@ -231,8 +183,8 @@ class Vocabulary:
             values=values,
             counts=table["count"].to_numpy(),
             oov_id=None if oov_id < 0 else oov_id,
-            unseen=table[UNSEEN.name].to_numpy() if UNSEEN in there else None,
-            positives=table[POSITIVES.name].to_numpy() if POSITIVES in there else None,
+            unseen=table[UNSEEN.name].to_numpy() if UNSEEN.name in there else None,
+            positives=table[POSITIVES.name].to_numpy() if POSITIVES.name in there else None,
         )
 
 
@@ -298,32 +250,27 @@ def _schema(text: pa.DataType) -> pa.Schema:
     return pa.schema([("value", text), ("id", pa.int32()), ("count", pa.int64())])
 
 
-@contextmanager
-def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.ParquetFile]:
-    """Open a vocabulary file; errors in the block name its path.
+def read_vocabulary(
+    path: Path, schema: pa.Schema, data: object = "the data", further: Sequence[pa.Field] = ()
+) -> pa.Table:
+    """Read columns of a vocabulary file.
 
     Args:
         path: the file.
+        schema: the columns.
         data: what to prepare again if the file is damaged.
+        further: columns that it may have, too.
 
     Raises:
-        ValueError: the file cannot be read, or the block raised a ``ValueError``.
+        ValueError: the file cannot be read, or has other columns.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
+            there = set(file.schema_arrow.names)
+            schema = pa.schema([*schema, *(column for column in further if column.name in there)])
+            table = file.read(columns=schema.names)
+            return whole_table(table, file.metadata.num_rows).cast(schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise ValueError(
             f"{path} can't be read as a vocabulary ({reason(error)}); prepare {data} again"
         ) from None
-
-
-def read_vocabulary(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """The columns of an open vocabulary, by default all."""
-    return whole_table(file.read(columns=columns), file.metadata.num_rows)
-
-
-def read_counts(path: Path) -> NDArray[np.int64]:
-    """The count of each id in the vocabulary that :meth:`Vocabulary.write` wrote, ``[V]``."""
-    with open_vocabulary(path) as file:
-        return read_vocabulary(file, ["count"])["count"].to_numpy()
