@@ -12,7 +12,6 @@ from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 from dlrm.data.prepare.bad_rows import BadRowsRule
 from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
-from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
 from dlrm.data.prepare.files import without_empty
 from dlrm.data.prepare.infer import read_types
 from dlrm.data.prepare.learner import EarlierIds
@@ -63,10 +62,7 @@ class Options:
                 raise ValueError(f"{option} is {value!r}{did_you_mean(value, get_args(hint))}")
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"{option} is {value}; it must be at least 1")
-        if self.append_new and self.ids_of is None:
-            raise ValueError("--append-new needs --ids-of, the data whose ids come first")
-        if self.forget is not None and not self.append_new:
-            raise ValueError(NOTHING_TO_EVICT)
+        EarlierIds.given(self.ids_of, self.append_new, self.forget)
 
         # Of ids that are not positions in a vocabulary.
         without = {"min_count": 1, "vocabulary": "train", "append_new": False}
@@ -107,14 +103,8 @@ def prepare(
             another process is preparing ``output``.
     """
     paths = without_empty(_files(inputs))
-
-    earlier = None
     if options.ids_of is not None:
         options = inherit_options(options)
-        directory = Path(options.ids_of or "")
-        earlier = EarlierIds(
-            directory=directory, grow=options.append_new, evict_after=options.forget
-        )
 
     def split(spilled: Spilled) -> Splitter:
         return Splitter(ranges=split_rows(options.split, [spilled.rows_of[path] for path in paths]))
@@ -129,7 +119,7 @@ def prepare(
         split=split,
         options=options.as_dict(),
         rules=lambda: {"dense_transform": options.dense_transform, "cap": options.cap},
-        earlier=earlier,
+        earlier=EarlierIds.given(options.ids_of, options.append_new, options.forget),
         bad_rows=options.bad_rows,
     )
     return preparation.run(output, **run)

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from .vocabulary import Vocabulary, texts_of
 
-NOTHING_TO_EVICT = "--forget needs --append-new: ids become free only for new values"
-
 
 def extend_ids(
     old: Vocabulary,

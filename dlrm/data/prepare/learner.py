@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +36,7 @@ from .numbers import (
 )
 from .rates import Rates
 from .spill import SpilledBlock, entries_of, progress_bar
-from .splitting import Selection, Splitter, count_selected
+from .splitting import Splitter, count_selected
 from .transform import Transform
 from .vocabulary import TEXT, Vocabulary, make_vocabulary, texts_of
 from .workspace import Workspace
@@ -52,6 +53,21 @@ class EarlierIds:
     """Whether values of the training rows that it does not list get ids too."""
     evict_after: int | None = None
     """See :func:`dlrm.data.prepare.extend_ids.extend_ids`."""
+
+    @classmethod
+    def given(cls, ids_of: str | Path | None, grow: bool, evict_after: int | None) -> Self | None:
+        """What options say, None if ids are new.
+
+        Raises:
+            ValueError: an option needs another one.
+        """
+        if grow and ids_of is None:
+            raise ValueError("--append-new needs --ids-of, the data whose ids come first")
+        if evict_after is not None and not grow:
+            raise ValueError("--forget needs --append-new: ids become free only for new values")
+        if ids_of is None:
+            return None
+        return cls(directory=Path(ids_of), grow=grow, evict_after=evict_after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +231,8 @@ class Learner:
             described = _describe(feature, made)
             del made, values, counts  # up to hundreds of millions of values in Terabyte
 
-            keys.write_ids(ids, self._dictionaries(feature))
+            chunks = ([b.dictionary(feature) for b in blocks] for blocks in self._chunks(feature))
+            keys.write_ids(ids, chunks)
             os.truncate(temporary, entries * np.dtype(np.int32).itemsize)
         if feature.name in plan.rated:
             self._count_positives(index, feature, vocabulary)
@@ -228,15 +245,15 @@ class Learner:
         counts, positives, before = np.zeros((3, len(made)), np.int64)
         if self.earlier is not None:
             before = Rates.of(made, vocabulary).positives
-        own = Rates(counts=counts, positives=positives, share=0.0, prior=0.0, rows=0)
         if self.learns:
             for block, ids in zip(self.blocks, self.ids_of_entries(index, feature), strict=True):
                 rows = self.splitter.training(block)
                 own_ids = ids[block.column(feature.name).indices.to_numpy()[rows]]
-                own.count(own_ids, block.column(label.name).to_numpy()[rows])
+                np.add.at(counts, own_ids, 1)
+                np.add.at(positives, own_ids, block.column(label.name).to_numpy()[rows])
 
-        replace(made, positives=before + own.positives).write(vocabulary)
-        np.save(self.work / "ids" / f"{index}.npy", [made.counts - own.counts, before])
+        replace(made, positives=before + positives).write(vocabulary)
+        np.save(self.work / "ids" / f"{index}.npy", [made.counts - counts, before])
 
     @property
     def learns(self) -> bool:
@@ -305,7 +322,8 @@ class Learner:
         """How often each dictionary entry of a block occurs in the rows that are counted."""
         column = block.column(feature.name)
         entries = entries_of(column)
-        selected = self._counted(block)
+        every_row = self.transform.plan.vocabulary == "all"
+        selected = slice(0, block.rows) if every_row else self.splitter.training(block)
         if feature.multi_hot and count_selected(selected) < block.rows:
             mask = np.zeros(block.rows, bool)
             mask[selected] = True
@@ -314,11 +332,6 @@ class Learner:
             selected = slice(None)
         indices = entries.indices.to_numpy()[selected]
         return np.bincount(indices, minlength=len(entries.dictionary))
-
-    def _counted(self, block: SpilledBlock) -> Selection:
-        if self.transform.plan.vocabulary == "all":
-            return slice(0, block.rows)
-        return self.splitter.training(block)
 
     def _chunks(self, feature: Feature) -> Iterator[list[SpilledBlock]]:
         """Consecutive blocks whose dictionaries have some ``CHUNK_BYTES`` together."""
@@ -332,10 +345,6 @@ class Learner:
                 chunk, size = [], 0
         if chunk:
             yield chunk
-
-    def _dictionaries(self, feature: Feature) -> Iterator[list[pa.Array]]:
-        for blocks in self._chunks(feature):
-            yield [block.dictionary(feature) for block in blocks]
 
     def _mean_weight(self, name: str) -> float:
         """The mean of the weights of the training rows.

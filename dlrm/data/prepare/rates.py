@@ -84,11 +84,6 @@ class Rates:
         rate = np.log(share / (1 - share)) - np.log(self.share / (1 - self.share))
         return np.stack([np.log1p(counts * expected) / 4, rate]).astype(np.float32)
 
-    def count(self, ids: NDArray[np.int32], labels: NDArray[np.uint8]) -> None:
-        """Count further rows, with ``ids [n]`` and ``labels [n]``."""
-        np.add.at(self.counts, ids, 1)
-        np.add.at(self.positives, ids, labels)
-
     def numbers_of_training(
         self, ids: NDArray[np.int32], labels: NDArray[np.uint8]
     ) -> NDArray[np.float32]:
@@ -107,7 +102,8 @@ class Rates:
         counts, positives = self.counts[ids], self.positives[ids]
         counts[order] += place - first
         positives[order] += sums - sums[first]
-        self.count(ids, labels)
+        np.add.at(self.counts, ids, 1)
+        np.add.at(self.positives, ids, labels)
         return self._numbers(counts, positives, self.rows / np.maximum(seen, FEW))
 
 

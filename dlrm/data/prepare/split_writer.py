@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def write_splits(
     written = Counter[str]()
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
         bar.total = sum(block.rows for block in blocks)
-        writers: dict[str, SplitWriter] = {}
+        writers: dict[str, Callable[[pa.RecordBatch], None]] = {}
         for parts in map_in_order(encode, enumerate(blocks), workers):
             for name, prepared in zip(SPLITS, parts, strict=True):
                 if name == "train" and learner.learns:  # in their order: rows count for later ones
@@ -71,9 +71,9 @@ def write_splits(
                     part = append_rates(prepared, rates, threads=workers)
                 if name not in writers:
                     repeating = [field for field in part.schema.names if field not in large]
-                    writer = SplitWriter(work / f"{name}.parquet", part.schema, repeating)
+                    writer = split_writer(work / f"{name}.parquet", part.schema, repeating)
                     writers[name] = stack.enter_context(writer)
-                writers[name].write(part)
+                writers[name](part)
                 written[name] += part.num_rows
                 for column, ids in different.items() if name == "train" else ():
                     own = part[column]
@@ -104,35 +104,32 @@ def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:
     return rows.filter(pa.array(selection))
 
 
-class SplitWriter:
-    """Writes batches to a Parquet file in row groups of equal size."""
+@contextmanager
+def split_writer(
+    path: Path, schema: pa.Schema, repeating: Sequence[str]
+) -> Iterator[Callable[[pa.RecordBatch], None]]:
+    """Yield a function that writes batches to a Parquet file, in row groups of equal size.
 
-    def __init__(self, path: Path, schema: pa.Schema, repeating: Sequence[str]) -> None:
-        self._path, self._schema, self._repeating = path, schema, repeating
-        self._pending = schema.empty_table()
+    Args:
+        path: the file, which is there when the block has succeeded.
+        schema: of the batches.
+        repeating: columns that get a dictionary.
+    """
+    pending = schema.empty_table()
+    with (
+        atomic_write(path) as temporary,
+        pq.ParquetWriter(temporary, schema, use_dictionary=repeating, **ZSTD) as file,
+    ):
 
-    def __enter__(self) -> SplitWriter:
-        with ExitStack() as stack:
-            temporary = stack.enter_context(atomic_write(self._path))
-            self._file = stack.enter_context(
-                pq.ParquetWriter(temporary, self._schema, use_dictionary=self._repeating, **ZSTD)
-            )
-            stack.push(self._write_rest)  # an error there must remove the temporary file as well
-            self._stack = stack.pop_all()
-        return self
+        def write(rows: pa.RecordBatch) -> None:
+            nonlocal pending
+            if not rows.num_rows:
+                return  # no rows of a block would keep all of it in memory
+            pending = pa.concat_tables([pending, pa.Table.from_batches([rows])])
+            while pending.num_rows >= ROW_GROUP_ROWS:
+                file.write_table(pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)
+                pending = pending.slice(ROW_GROUP_ROWS)
 
-    def write(self, rows: pa.RecordBatch) -> None:
-        """Add rows."""
-        if not rows.num_rows:
-            return  # no rows of a block would keep all of it in memory
-        self._pending = pa.concat_tables([self._pending, pa.Table.from_batches([rows])])
-        while self._pending.num_rows >= ROW_GROUP_ROWS:
-            self._file.write_table(self._pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)
-            self._pending = self._pending.slice(ROW_GROUP_ROWS)
-
-    def _write_rest(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._pending.num_rows:
-            self._file.write_table(self._pending, ROW_GROUP_ROWS)
-
-    def __exit__(self, *error: object) -> bool | None:
-        return self._stack.__exit__(*error)  # type: ignore[arg-type]
+        yield write
+        if pending.num_rows:
+            file.write_table(pending, ROW_GROUP_ROWS)

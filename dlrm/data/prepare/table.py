@@ -17,7 +17,6 @@ from ..schema import Meta
 from .bad_rows import BadRowsRule
 from .column_options import ColumnOptions, SplitOptions, TableOptions
 from .columns import Column, ColumnPlan
-from .extend_ids import NOTHING_TO_EVICT
 from .files import RawFile, open_files
 from .infer import plan_columns, read_types
 from .input_paths import find_files
@@ -71,7 +70,40 @@ def open_later_rows(
         )
     earlier = Transform.load(ids_of, vocabularies=False).plan
     files = open_files(find_files(inputs), earlier.options)
-    return files, *_plan_of_later_rows(earlier, files, split)
+    columns = _later_columns(earlier.columns, split)
+    plan = replace(earlier, options=replace(earlier.options, split=split), columns=columns)
+
+    # Rows of JSON may leave out names.
+    for file in files:
+        there = set(file.names)
+        for name in (column.name for column in plan.needed if there):
+            if name not in there:
+                raise ValueError(
+                    f"{file.path} has no column {name!r}, which the earlier preparation has"
+                    f"{did_you_mean(name, file.names, 'its columns')}"
+                )
+    used = {column.name for column in columns}
+    return files, plan, [name for name in files[0].names if name not in used]
+
+
+def _later_columns(earlier: Sequence[Column], split: SplitOptions) -> tuple[Column, ...]:
+    """The columns of an earlier preparation, with that of another split, if it is by a column."""
+    columns = []
+    for column in earlier:
+        unused = column.kind == "split" and (split.by, split.column) != ("column", column.name)
+        own = replace(column.options, kind="drop") if unused else column.options
+        columns.append(replace(column, options=own))
+
+    names = [column.name for column in columns]
+    if split.column is not None and split.column not in names:
+        if split.by == "time":
+            raise ValueError(
+                f"--split-by time:{split.column}: the earlier preparation has no such column"
+                f"{did_you_mean(split.column, names)}"
+            )
+        own = ColumnOptions(kind="split")
+        columns.append(Column(name=split.column, found="text", why="given", options=own))
+    return tuple(columns)
 
 
 def prepare_table(
@@ -108,10 +140,7 @@ def prepare_table(
         ValueError: a row or value doesn't fit, there are no rows to train on, or ``output`` holds
             other data.
     """
-    if grow and ids_of is None:
-        raise ValueError("--append-new needs --ids-of, the data whose ids come first")
-    if evict_after is not None and not grow:
-        raise ValueError(NOTHING_TO_EVICT)
+    earlier = EarlierIds.given(ids_of, grow, evict_after)
     options: dict[str, Any] = {
         "made_by": MADE_BY,
         "options": asdict(replace(plan.options, columns={})),
@@ -122,12 +151,11 @@ def prepare_table(
     options |= {"append_new": True} if grow else {}
     options |= {} if evict_after is None else {"forget": evict_after}
 
-    transform, earlier = Transform(plan=plan), None
+    transform = Transform(plan=plan)
     if ids_of is not None:
         if grow:
             require_fingerprint(ids_of)
         transform = replace(Transform.load(ids_of, vocabularies=False), plan=plan)
-        earlier = EarlierIds(directory=ids_of, grow=grow, evict_after=evict_after)
 
     def split(spilled: Spilled) -> Splitter:
         by = plan.options.split
@@ -150,52 +178,6 @@ def prepare_table(
         bad_rows=bad_rows,
     )
     return preparation.run(output, **run)
-
-
-def _plan_of_later_rows(
-    earlier: ColumnPlan, files: Sequence[RawFile], split: SplitOptions
-) -> tuple[ColumnPlan, list[str]]:
-    """The plan of columns that are to become the features of an earlier preparation.
-
-    Args:
-        earlier: the plan of the earlier preparation.
-        files: the files of the table, opened with the options of that plan.
-        split: the split of these rows.
-
-    Returns:
-        The plan, and the names of columns that the earlier table did not have and that are left
-        out.
-
-    Raises:
-        ValueError: a column is missing.
-    """
-    columns = []
-    for column in earlier.columns:
-        unused = column.kind == "split" and (split.by, split.column) != ("column", column.name)
-        own = replace(column.options, kind="drop") if unused else column.options
-        columns.append(replace(column, options=own))
-
-    names = [column.name for column in columns]
-    if split.column is not None and split.column not in names:
-        if split.by == "time":
-            raise ValueError(
-                f"--split-by time:{split.column}: the earlier preparation has no such column"
-                f"{did_you_mean(split.column, names)}"
-            )
-        own = ColumnOptions(kind="split")
-        columns.append(Column(name=split.column, found="text", why="given", options=own))
-
-    plan = ColumnPlan(options=replace(earlier.options, split=split), columns=tuple(columns))
-    for file in files:
-        there = set(file.names)
-        for name in (c.name for c in plan.needed if there):  # rows of JSON may leave out names
-            if name not in there:
-                raise ValueError(
-                    f"{file.path} has no column {name!r}, which the earlier preparation has"
-                    f"{did_you_mean(name, file.names, 'its columns')}"
-                )
-    used = {column.name for column in columns}
-    return plan, [name for name in files[0].names if name not in used]
 
 
 def options_as_yaml(plan: ColumnPlan) -> str:

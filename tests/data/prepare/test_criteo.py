@@ -274,8 +274,8 @@ def test_row_groups_are_of_one_size(raw, tmp_path, monkeypatch):
 
 def test_a_split_keeps_nothing_of_blocks_of_other_splits(tmp_path):
     rows = pa.record_batch({"x": pa.array(range(10**6))})
-    with split_writer.SplitWriter(tmp_path / "test.parquet", rows.schema, []) as writer:
-        writer.write(rows.slice(10**6, 0))
+    with split_writer.split_writer(tmp_path / "test.parquet", rows.schema, []) as write:
+        write(rows.slice(10**6, 0))
         before = pa.total_allocated_bytes()
         del rows
         assert pa.total_allocated_bytes() <= before - 8 * 10**6
