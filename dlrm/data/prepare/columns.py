@@ -90,7 +90,7 @@ class ColumnPlan:
             if count > 1:
                 raise ValueError(
                     f"{count} columns of the result would be called {name!r}; rename the column "
-                    "of that name in the table, or leave out parts of the time, or rates"
+                    "of that name in the table, or leave out parts of the time, rates, or buckets"
                 )
 
         self._check_vocabularies()

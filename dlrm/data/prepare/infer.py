@@ -183,7 +183,8 @@ def _column(
 
 
 def _is_constant(values: pa.Array) -> bool:
-    return not pa.types.is_nested(values.type) and pc.count_distinct(values).as_py() == 1
+    single = not pa.types.is_nested(values.type) and values.type != pa.null()
+    return single and pc.count_distinct(values).as_py() == 1
 
 
 def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:

@@ -234,6 +234,14 @@ def test_folders_are_columns_and_numbers_in_names_are_in_order(tmp_path, capfd):
     assert "no column is made of day" in capfd.readouterr().err
 
 
+def test_a_column_without_a_value_in_any_of_several_files(tmp_path):
+    for file in ("a", "b"):
+        rows = {"label": [0, 1] * 60, "city": ["x", "y"] * 60, "null": pa.nulls(120)}
+        pq.write_table(pa.table(rows), tmp_path / f"{file}.parquet")
+    plan = open_and_plan([tmp_path], build_options({}))[1]
+    assert {c.name: c.why for c in plan.columns}["null"] == "no value in the first rows"
+
+
 def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepared, tmp_path):
     directory, _, before = prepared
     rows = [row | {"new": "x"} for row in table_rows(200, seed=1)]
