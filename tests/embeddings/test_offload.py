@@ -11,7 +11,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.embeddings import build
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.offload import admission
+from dlrm.kernels.offload import admission, row_cache
 from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
@@ -379,11 +379,16 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     assert stats["bytes_out"] == 3 * 32
 
 
-def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow():
+def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow(monkeypatch):
     small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**6))
     assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 11, 3, 1]
     assert [large.window_size(lookups) for lookups in (1, 2**18, 2**20, 2**22)] == [32, 13, 3, 1]
     assert build("offload", [10**6], 1, cache_rows=0).window_size(1) == 0
+
+    # The GPU may have too little memory for so many rows.
+    monkeypatch.setattr(row_cache, "slots_that_fit", lambda dim, device: 1000)
+    RowOptimizer(large.parameters(), "sgd")
+    assert [large.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 11, 3, 1]
 
 
 @pytest.mark.gpu

@@ -116,7 +116,9 @@ class HostRows(PrefetchesRows, SharedRows):
         """So large that two windows fit into the cache if a seventh of their ids are unique."""
         if not self._capacity:
             return 0
-        most = min(7 * self._capacity // 2, MAX_LOOKUPS)
+        cache = self.cached
+        slots = len(cache.index.slot_to_row) if cache.active else self._capacity  # may be fewer
+        most = min(7 * slots // 2, MAX_LOOKUPS)
         return max(1, min(MAX_WINDOW, most // max(lookups, 1)))
 
     @property
