@@ -56,6 +56,8 @@ class Embedding(PacksRows, ABC):
     per_table: ClassVar[frozenset[str]] = frozenset()
     """Options that may be a list with a value for each table, so that tables which differ only in
     these form one group."""
+    of_speed: ClassVar[frozenset[str]] = frozenset()
+    """Options that change nothing but the speed: a run may be resumed with others."""
     captures_bags: bool = False
     """Whether a captured step can look up bags, padded ones included: ``LookupContext.padded``."""
     budget_by_counts: ClassVar[bool] = False

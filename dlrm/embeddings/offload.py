@@ -30,6 +30,7 @@ class Offload(HostRows):
 
     grows = True
     packs_rows = False
+    of_speed = frozenset({"cache_rows", "cache_share", "half_life"})
 
     def __init__(
         self,

@@ -191,6 +191,16 @@ def with_pooling(
     ]
 
 
+def without_speed(plan: TablePlan) -> TablePlan:
+    """A plan without the options that change nothing but the speed."""
+    kinds = available()
+    left_out = [kinds[kind].of_speed if kind in kinds else () for kind, _ in plan]
+    return [
+        (kind, {name: value for name, value in options.items() if name not in names})
+        for (kind, options), names in zip(plan, left_out, strict=True)
+    ]
+
+
 def plan_for_this_machine(plan: TablePlan) -> TablePlan:
     """The table plan of a trained model with the devices of this machine."""
     kinds = available()

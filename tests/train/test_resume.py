@@ -75,7 +75,8 @@ def test_tables_in_host_memory_train_as_others_to_the_last_digit(
     given += plain.split()
     train("plain", *given, "--max_steps", "20")
     train("host", *given, *host.split(), "--max_steps", "9")
-    run("train", "--resume", tmp_path / "host", "--max_steps", "20")
+    more = ["--offload.cache_rows", "300"] if "offload" in host else []  # a cache of another size
+    run("train", "--resume", tmp_path / "host", "--max_steps", "20", *more)
     assert losses(tmp_path / "host") == losses(tmp_path / "plain")
     last = [line for line in lines(tmp_path / "host") if "cache/hit_rate" in line][-1]
     assert 0 < last["cache/hit_rate"] < 1

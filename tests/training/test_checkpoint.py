@@ -301,6 +301,9 @@ def test_others_are_refused(run, tmp_path, caplog):
     found = Checkpoint.open(run)
     with pytest.raises(ValueError, match="is of a model with a different embedding_dim, plan"):
         found.require_spec({**found.state.model, "embedding_dim": 4, "plan": []})
+    found.state.model["plan"] = 5
+    with pytest.raises(ValueError, match="is of a model with a different plan"):
+        found.require_spec({**found.state.model, "plan": []})
     _, model, others = make("dense", rule="sgd")
     with pytest.raises(ValueError, match="the saved optimizer is adam, this one is sgd"):
         found.load(model, others, groups=True)

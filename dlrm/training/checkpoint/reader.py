@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import plan_for_this_machine
+from dlrm.sparse_arch.table_plan import plan_for_this_machine, without_speed
 from dlrm.training.checkpoint.choice import choose, reason
 from dlrm.training.checkpoint.index import Entry, read_manifest
 from dlrm.training.checkpoint.manifest import Manifest, RunState
@@ -164,7 +165,11 @@ class Checkpoint:
         Raises:
             ValueError: it is a different model.
         """
-        changed = [name for name, value in spec.items() if value != self.state.model.get(name)]
+        wanted, saved = dict(spec), dict(self.state.model)
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            saved["plan"] = without_speed(saved["plan"])
+            wanted["plan"] = without_speed(wanted["plan"])
+        changed = [name for name, value in wanted.items() if value != saved.get(name)]
         if changed:
             raise ValueError(
                 f"{self.path} is of a model with a different {', '.join(changed)}: resume with "
