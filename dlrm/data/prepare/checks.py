@@ -102,8 +102,6 @@ def require_both_classes(
     Raises:
         ValueError: a split lacks a class.
     """
-    label = plan.only("label")
-    assert label is not None
     total = np.sum([own.rows for own in counts.values()], axis=0)
     for name, own in counts.items():
         size = own.rows.sum()
@@ -124,10 +122,12 @@ def require_both_classes(
                 "split, use --split-by random if the rows are sorted by the label, or choose "
                 "other shares or limits"
             )
-        rule = label_rule(plan.options, label.name)
+
+        # All labels of the table are the same; a few rows are an example, and may be.
+        rule = label_rule(plan.options, plan.label)
         if size >= FEW_ROWS or rule != LabelRule():
             raise ValueError(
-                f"all {total.sum():,} labels are {value} (column {label.name!r}, {rule}), and a "
+                f"all {total.sum():,} labels are {value} (column {plan.label!r}, {rule}), and a "
                 "model needs rows of both classes: say which values count as 1, as in --label "
                 "'rating >= 4' or --positive yes"
             )
@@ -157,6 +157,7 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
     Raises:
         ValueError: no feature has a value.
     """
+    # Columns without any value.
     found = list(zip(features, learned, strict=True))
     empty = list(dict.fromkeys(each.column.name for each, own in found if own.get("empty")))
     if empty and all(own.get("empty") for own in learned):
@@ -172,6 +173,7 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
             f"values; columns: {lines.strip()} leaves out what has none"
         )
 
+    # Numbers that are most likely wrong.
     for feature, own in found:
         count, example, limit = own.get("far") or (0, 0.0, 0.0)
         if count:

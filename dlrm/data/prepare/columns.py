@@ -150,7 +150,7 @@ class ColumnPlan:
     def rated(self) -> tuple[str, ...]:
         """The features that are ids and also give numbers: their counts and rates. Those with one
         vocabulary are counted together, so they have none."""
-        if not self.options.rates or self.hexadecimal or self.only("label") is None or self.hashed:
+        if not self.options.rates or self.hexadecimal or self.hashed:
             return ()
         features = (f for f in self.categorical if not f.multi_hot and not f.bucketed)
         return tuple(f.name for f in features if len(self.same_vocabulary(f)) == 1)
@@ -161,9 +161,16 @@ class ColumnPlan:
         own = [feature.name for feature in self.dense]
         return (*own, *(name for feature in self.rated for name in rate_names(feature)))
 
-    def only(self, kind: str) -> Column | None:
-        """The column of a kind of which there is at most one."""
-        return next((column for column in self.columns if column.kind == kind), None)
+    @cached_property
+    def label(self) -> str:
+        """The column of the label, which every table to learn from has."""
+        (name,) = (column.name for column in self.columns if column.kind == "label")
+        return name
+
+    @cached_property
+    def weight(self) -> str | None:
+        """The column of sample weights, if there is one."""
+        return next((column.name for column in self.columns if column.kind == "weight"), None)
 
     @cached_property
     def needed(self) -> tuple[Column, ...]:

@@ -56,7 +56,7 @@ class EarlierIds:
 
     @classmethod
     def given(cls, ids_of: str | Path | None, grow: bool, evict_after: int | None) -> Self | None:
-        """What options say, None if ids are new.
+        """The earlier ids that options name; None if all ids are new.
 
         Raises:
             ValueError: an option needs another one.
@@ -95,8 +95,8 @@ class Learner:
             ValueError: no feature has a value in any training row, or a value has no id.
         """
         plan, found = self.transform.plan, []
-        if self.earlier is None and (weight := plan.only("weight")):
-            self.transform.mean_weight = self._mean_weight(weight.name)
+        if self.earlier is None and plan.weight is not None:
+            self.transform.mean_weight = self._mean_weight(plan.weight)
         with progress_bar("learn", "features", progress) as bar:
             bar.total = len(plan.features)
             # Two features at a time, whatever the number of cores, to bound the memory.
@@ -135,6 +135,7 @@ class Learner:
             known = feature.name in self.transform.scalings
             return {} if known else self._learn_number(feature)
 
+        # Hashes need no vocabulary; an empty one keeps the files of all directories alike.
         vocabulary = self.work / Meta.vocabulary_file(feature.name)
         learned: dict[str, object] = {}
         if self.transform.plan.hashed and not feature.bucketed:
@@ -143,6 +144,8 @@ class Learner:
             described = _describe(feature, none, HASHED)
         elif not feature.bucketed:
             described, learned["empty"] = self._learn_values(index, feature, vocabulary)
+
+        # Buckets, which are those of the earlier data if there is any.
         elif self.earlier is None:
             made, learned["edges"] = self._learn_buckets(feature)
             learned["empty"] = not _has_value(made.values, made.counts)
@@ -212,14 +215,16 @@ class Learner:
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
         with atomic_write(self.work / "ids" / str(index)) as temporary:
+            # The values of all features with this vocabulary; those of this one come first.
             keys: Keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
-            entries = 0  # of this feature, which come first
+            entries = 0
             for each in plan.same_vocabulary(feature):
                 for blocks in self._chunks(each):
                     occurrences = [self._occurrences(each, block) for block in blocks]
                     keys.add([block.dictionary(each) for block in blocks], occurrences)
                     entries += sum(map(len, occurrences)) if each is feature else 0
 
+            # Their ids.
             values, counts = keys.ordered()
             empty = not plan.hexadecimal and not _has_value(values, counts)
             if self.earlier is None:
@@ -240,8 +245,7 @@ class Learner:
 
     def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
         """Add the positives of each id to a vocabulary, and keep the counts before these rows."""
-        made, label = Vocabulary.read(vocabulary), self.transform.plan.only("label")
-        assert label is not None
+        made = Vocabulary.read(vocabulary)
         counts, positives, before = np.zeros((3, len(made)), np.int64)
         if self.earlier is not None:
             before = Rates.of(made, vocabulary).positives
@@ -250,7 +254,8 @@ class Learner:
                 rows = self.splitter.training(block)
                 own_ids = ids[block.column(feature.name).indices.to_numpy()[rows]]
                 np.add.at(counts, own_ids, 1)
-                np.add.at(positives, own_ids, block.column(label.name).to_numpy()[rows])
+                labels = block.column(self.transform.plan.label).to_numpy()
+                np.add.at(positives, own_ids, labels[rows])
 
         replace(made, positives=before + positives).write(vocabulary)
         np.save(self.work / "ids" / f"{index}.npy", [made.counts - counts, before])
@@ -309,6 +314,7 @@ class Learner:
             if made.oov_id is not None:
                 ids = np.where(ids < 0, np.int32(made.oov_id), ids)
 
+        # Earlier data that has an id for each of its values may have none for others.
         if (ids < 0).any():
             missing = values.take(pa.array(np.flatnonzero(ids < 0)))
             raise ValueError(

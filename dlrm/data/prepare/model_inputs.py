@@ -58,7 +58,7 @@ class InputReader:
         Raises:
             ValueError: a column is missing, or a value does not fit.
         """
-        return self.of_prepared(prepare(self.transform, rows))
+        return self._inputs(prepare(self.transform, rows))
 
     def read(
         self, inputs: Sequence[str | os.PathLike[str]], *, batch_size: int = 16384
@@ -76,9 +76,10 @@ class InputReader:
         """
         parts = ((rows,) for rows, _, _ in self.transform.read(inputs))
         for (rows,) in in_batches(parts, batch_size):
-            yield self.of_prepared(rows.combine_chunks())
+            (batch,) = rows.combine_chunks().to_batches()
+            yield self._inputs(batch)
 
-    def of_prepared(self, rows: pa.RecordBatch | pa.Table) -> Arrays:
+    def _inputs(self, rows: pa.RecordBatch) -> Arrays:
         """The inputs of prepared rows."""
         count = rows.num_rows
         dense = [_array(rows[name], np.float32) for name in self.meta.dense]
@@ -87,7 +88,7 @@ class InputReader:
         arrays: Arrays = [_stacked(dense, count, np.float32), _stacked(ids, count, np.int64)]
         for column in self.meta.categorical:
             if column.multi_hot:
-                bags = _whole(rows[column.name])
+                bags = rows[column.name]
                 lengths = pc.fill_null(pc.list_value_length(bags), 0).to_numpy()
                 offsets = np.zeros(count + 1, np.int64)
                 np.cumsum(lengths, out=offsets[1:])
@@ -95,11 +96,7 @@ class InputReader:
         return arrays
 
 
-def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-
-
-def _array(column: pa.Array | pa.ChunkedArray, dtype: type) -> NDArray[Any]:
+def _array(column: pa.Array, dtype: type) -> NDArray[Any]:
     return column.to_numpy(zero_copy_only=False).astype(dtype)
 
 

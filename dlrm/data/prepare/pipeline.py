@@ -131,10 +131,7 @@ class Preparation:
         self._require_training(spilled, splitter)
 
         plan = self.transform.plan
-        label, weighted = plan.only("label"), plan.only("weight")
-        assert label is not None
-        weight = None if weighted is None else weighted.name
-        counts = count_classes(spilled, splitter, label.name, weight)
+        counts = count_classes(spilled, splitter, plan.label, plan.weight)
         require_both_classes(counts, plan, earlier=self.earlier is not None)
         note_weights(counts["train"])
 
@@ -162,8 +159,8 @@ class Preparation:
             before = Meta.read(self.earlier.directory)
             dense, extends = before.dense, before.extended_by(own)
         meta = Meta(
-            label=label.name,
-            weight=weight,
+            label=plan.label,
+            weight=plan.weight,
             weight_ratio=counts["train"].weight_ratio,
             dense=dense,
             categorical=categorical,

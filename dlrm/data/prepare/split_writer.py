@@ -37,8 +37,6 @@ def write_splits(
         The categorical columns; those of hashed ids with the number of different ones.
     """
     blocks, plan, work = learner.blocks, learner.transform.plan, learner.work
-    label = plan.only("label")
-    assert label is not None
     training_rates, rates = learner.rates()
     looked_up = {
         feature.name: learner.ids_of_entries(index, feature)
@@ -66,7 +64,7 @@ def write_splits(
         for parts in map_in_order(encode, enumerate(blocks), workers):
             for name, prepared in zip(SPLITS, parts, strict=True):
                 if name == "train" and learner.learns:  # in their order: rows count for later ones
-                    part = append_rates(prepared, training_rates, label.name, workers)
+                    part = append_rates(prepared, training_rates, plan.label, workers)
                 else:
                     part = append_rates(prepared, rates, threads=workers)
                 if name not in writers:

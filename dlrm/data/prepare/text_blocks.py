@@ -90,7 +90,7 @@ class BlockReader:
             lines += bool(data and not data.endswith(b"\n"))
             if limit is not None and done + lines > limit:
                 lines = limit - done
-                data = _first_lines(data, lines)
+                data = data[: np.flatnonzero(_line_ends(data))[lines - 1] + 1]
             if not data and done:
                 return
             yield TextBlock(path=self.path, lines=lines, data=data, consumed=self._consumed)
@@ -123,13 +123,12 @@ class BlockReader:
 
     def _decompressed(self) -> Iterator[bytes]:
         first = next(self._pieces, b"")
+        pieces: Iterator[bytes] = itertools.chain((first,), self._pieces)
         if first.startswith(GZIP_MAGIC):  # by content, whatever the suffix
-            yield from _gunzip(self.path, first, self._pieces)
+            pieces = _gunzip(self.path, pieces)
         elif first.startswith(ZSTD_MAGIC):
-            yield from _unzstd(self.path, first, self._pieces)
-        else:
-            yield first
-            yield from self._pieces
+            pieces = _unzstd(self.path, pieces)
+        yield from pieces
 
 
 def is_unchecked_zstd(path: Path) -> bool:
@@ -183,10 +182,6 @@ def _take(buffer: bytearray, size: int) -> bytes:
     return data
 
 
-def _first_lines(data: bytes, lines: int) -> bytes:
-    return data[: np.flatnonzero(_line_ends(data))[lines - 1] + 1]
-
-
 def _line_ends(data: bytes) -> NDArray[np.bool]:
     return np.frombuffer(data, np.uint8) == ord("\n")  # counts 7 times as fast as bytes.count
 
@@ -194,13 +189,11 @@ def _line_ends(data: bytes) -> NDArray[np.bool]:
 _STEP = 1 << 12  # bytes decompressed at a time: at most 4 MB of gzip
 
 
-def _gunzip(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _gunzip(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Decompress gzip members up to the last byte of the file (GzipFile drops the end)."""
     member, number, start, done = zlib.decompressobj(wbits=31), 1, 0, 0
     steps = (
-        piece[start : start + _STEP]
-        for piece in itertools.chain((first,), pieces)
-        for start in range(0, len(piece), _STEP)
+        piece[start : start + _STEP] for piece in pieces for start in range(0, len(piece), _STEP)
     )
 
     try:
@@ -222,9 +215,9 @@ def _gunzip(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes
         raise _damaged(path, f"gzip member {number}, from byte {start:,} on, is", error) from None
 
 
-def _unzstd(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _unzstd(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
-        stream = pa.CompressedInputStream(pa.PythonFile(_Joined(first, pieces), "r"), "zstd")
+        stream = pa.CompressedInputStream(pa.PythonFile(_Joined(pieces), "r"), "zstd")
         while chunk := stream.read(_STEP):
             yield chunk
     except OSError as error:
@@ -246,9 +239,9 @@ class _Joined:
 
     closed = False
 
-    def __init__(self, first: bytes, pieces: Iterator[bytes]) -> None:
+    def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
-        self._rest = first
+        self._rest = b""
 
     def read(self, size: int) -> bytes:
         data = self._rest or next(self._pieces, b"")

@@ -104,12 +104,11 @@ class Transform:
 
     def _with_gaps(self, prepared: pa.RecordBatch) -> pa.RecordBatch:
         """Prepared rows that are to be scored: the label may be missing."""
-        label = self.plan.only("label")
-        if self.plan.hexadecimal or label is None or label.name not in prepared.schema.names:
+        label = self.plan.label
+        if self.plan.hexadecimal or label not in prepared.schema.names:
             return prepared
-        nullable = pa.field(label.name, pa.uint8())
-        position = prepared.schema.get_field_index(label.name)
-        return prepared.set_column(position, nullable, prepared[label.name])
+        position = prepared.schema.get_field_index(label)
+        return prepared.set_column(position, pa.field(label, pa.uint8()), prepared[label])
 
     def encode(
         self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] = MappingProxyType({})
@@ -123,13 +122,15 @@ class Transform:
                 been looked up already.
         """
         columns: dict[str, pa.Array] = {}
+        there = set(rows.schema.names)
         for column in self.plan.columns:
-            if column.kind == "label" and column.name in rows.schema.names:
+            if column.kind == "label" and column.name in there:
                 columns[column.name] = rows[column.name]
-            elif column.kind == "weight" and column.name in rows.schema.names:
+            elif column.kind == "weight" and column.name in there:
                 weights = rows[column.name].to_numpy() / np.float32(self.mean_weight)
                 columns[column.name] = pa.array(weights)
 
+        # All numbers come before all ids, as in meta.json.
         for feature in self.plan.dense:
             numbers = rows[feature.name]
             if numbers.type != pa.float32():
@@ -139,13 +140,11 @@ class Transform:
         for feature in self.plan.categorical:
             columns[feature.name] = self._ids(feature, rows, ids)
 
-        for column in self.plan.columns:
-            if column.kind == "pass" and column.name in rows.schema.names:
-                columns[column.name] = rows[column.name]
-        passed = set(self.passed)
-        fields = [  # what is prepared has no null: it is read 1.4 times as fast
-            pa.field(name, values.type, nullable=name in passed) for name, values in columns.items()
-        ]
+        # What is prepared has no null: it is read 1.4 times as fast.
+        passed = {name: rows[name] for name in self.passed if name in there}
+        fields = [pa.field(name, own.type, nullable=False) for name, own in columns.items()]
+        fields += [pa.field(name, own.type) for name, own in passed.items()]
+        columns |= passed
         made = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
         return append_rates(made, self.rates)
 
@@ -250,10 +249,9 @@ class Transform:
         try:
             return open_files(paths, options)
         except ValueError:
-            label = self.plan.only("label")
-            if options.names is None or label is None:
+            if options.names is None:
                 raise
-            bare = tuple(name for name in options.names if name != label.name)
+            bare = tuple(name for name in options.names if name != self.plan.label)
             with suppress(ValueError):  # the first error is the one to report
                 return open_files(paths, replace(options, names=bare))
             raise

@@ -181,7 +181,7 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
     path = write(tmp_path, ["3", "4", "5"] * 20, form)
     found, plan = prepare(path, tmp_path, label=rule)
     assert found == wanted * 20
-    assert plan.only("label").name == "bought"
+    assert plan.label == "bought"
     assert f"  1 if {rule[6:].strip()[0]}" in format_plan(plan)
     again = read_yaml_options(tmp_path, options_as_yaml(plan))
     assert prepare(path, tmp_path, label=again.label)[0] == found
