@@ -7,8 +7,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
 from dlrm.data.days import day_names, next_day
@@ -39,9 +37,7 @@ class FollowingRun(Run):
     def _held_out_of_day(self) -> None:
         """Evaluate on the validation and test rows of the current day from now on."""
         data, meta = str(self.train_data.path), self.train_data.meta
-        self.held_out = self.evaluator(
-            self.held_out.interruption, self.loaders.held_out(data, meta)
-        )
+        self.held_out.use(self.loaders.held_out(data, meta))
 
     # A day ------------------------------------------------------------------------------------
 
@@ -79,8 +75,7 @@ class FollowingRun(Run):
         )
         text += f" (and {others:,} of other splits)" if others else ""
         if self.steps or config.init_from:
-            rows = self.loaders.coming(str(day), self.train_data.meta, str(before))
-            self.held_out = self.evaluator(self.held_out.interruption, rows)
+            self.held_out.use(self.loaders.coming(str(day), self.train_data.meta, str(before)))
             values = self._evaluate("day")
 
             # In the entry of the step that follows, which goes if that step is trained again.
@@ -140,11 +135,6 @@ class FollowingRun(Run):
             time.sleep(1)
             self.checkpoints.writer.check()
             self.held_out.interruption.check(self._stop)
-
-    def _say(self, text: str) -> None:
-        if not self.silent:
-            with tqdm.external_write_mode():  # above the progress bar
-                print(text, flush=True)  # days may pass before the next line
 
 
 def export_latest(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:

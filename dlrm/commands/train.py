@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from tqdm import tqdm
 
 from dlrm.config import pace
 from dlrm.config.build import build_model, build_optimizers, weight_odds
@@ -29,7 +30,6 @@ from dlrm.optim import Schedule
 from dlrm.sparse_arch.table_plan import format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
 from dlrm.training.best_model import Validations
-from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, rates_after_fit
@@ -89,7 +89,7 @@ class Run:
             start = NewRows(config.new_rows, config.seed)
             self.trained = fit(self.model, config.init_from, config.data, meta, world, start)
 
-        optimizers = build_optimizers(config.optim, self.model)
+        optimizers, odds = build_optimizers(config.optim, self.model), weight_odds(config, meta)
         self.schedule = Schedule(optimizers, **config.optim.schedule)
         compiler.join()
         self.step = TrainStep(
@@ -100,24 +100,20 @@ class Run:
             mode=config.step,
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, optimizers[1], world),
-            odds=weight_odds(config, meta) / config.negatives,
+            odds=odds / config.negatives,
         )
 
-        odds = weight_odds(config, meta)
-        self.evaluator = partial(HeldOut, self.model, config.precision, config.calibrate, odds)
-        self.held_out = self.evaluator(Interruption(world), held_out)
-
+        evaluated = self.model, config.precision, config.calibrate, odds
+        self.held_out = HeldOut(*evaluated, Interruption(world), held_out)
         self.validations = Validations(*pace.validations(config, meta, len(self.train_data)))
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 
-        self.progress = Progress()
         parts = self.model, optimizers, self.train_data
         self.checkpoints.attach(*parts, spec=spec, config=self.options)
-        if resumed:
-            self.progress = self.checkpoints.restore(pace.batch_size(config, meta))
-            self.schedule.fine_tune = self.progress.fine_tune
-            self.step.losses.load(self.progress.losses)
+        self.progress = self.checkpoints.restore(pace.batch_size(config, meta))
+        self.schedule.fine_tune = self.progress.fine_tune
+        self.step.losses.load(self.progress.losses)
         self.checkpoints.begin()
 
         step, place = self.progress.steps if resumed else None, self.checkpoints.directory
@@ -137,23 +133,23 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
-        config, data, silent = self.config, self.train_data, self.silent
+        config, data = self.config, self.train_data
         if self.finished:  # and resumed with the same options: nothing is left to do
-            report.print_summary(self.finished, self.directory, config.checkpoint, silent=silent)
+            self._say(report.summary(self.finished, self.directory, kept=config.checkpoint))
             return self.finished
         if self.trained:
             self._begin_fine_tuning(self.trained)
         self.trained = None
         if self.validations.due(self.steps):  # interrupted before or in it
             self._validate()
-        self.validations.stop_early(self.progress, silent=silent)
+        self._say(self.validations.stop_early(self.progress))
 
         traced = config.profile and self.world.first
         profiler = profiling.Profiler(self.directory, self.step.device, active=traced)
         self.model.train()
         done, last = data.samples(self.steps), data.samples(self.validations.last_step)
         shown: dict[str, str] = {}
-        with profiling.progress_bar(last, done, self.step.mode, silent=silent) as bar:
+        with profiling.progress_bar(last, done, self.step.mode, silent=self.silent) as bar:
             self.clock.begin("train")
             for batch in self._batches():
                 self.schedule.set(self.steps)
@@ -177,7 +173,7 @@ class Run:
                 if validating := self.validations.due(self.steps):
                     values = self._validate()
                     shown |= {"val AUC": f"{values['auc']:.4f}"} if values else {}
-                    self.validations.stop_early(self.progress, silent=silent)
+                    self._say(self.validations.stop_early(self.progress))
                 elif config.checkpoint and self.checkpoints.timer.due(self.steps):
                     self._save()
                 if logging or validating:
@@ -232,14 +228,14 @@ class Run:
         self.tracker.log(0, fitted)
         before, after = self._evaluate("val", trained.model), self._evaluate("val")
         lost, epochs = auc_lost(before, after), self.validations.last_step / len(self.train_data)
-        factor, anew = rates_after_fit(self.model, trained.data, self.config.data, lost, epochs)
+        factor, fresh = rates_after_fit(self.model, trained.data, self.config.data, lost, epochs)
 
         factor = self.config.optim.fine_tune or factor
         self.schedule.fine_tune = factor
         self.progress.fitted = fitted
         self.progress.fine_tune = factor
-        report.print_fine_tuning(lost, factor, anew, silent=self.silent)
-        self._keep(self._evaluate("val") if anew else after)
+        self._say(report.fine_tuning(lost, factor, fresh))
+        self._keep(self._evaluate("val") if fresh else after)
 
     def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
         with self.clock.part("test" if split == "test" else "validate"):
@@ -276,7 +272,7 @@ class Run:
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())
         self.tracker.finish(self.options, final, changed, **about)
-        report.print_summary(final, self.directory, self.config.checkpoint, silent=self.silent)
+        self._say(report.summary(final, self.directory, kept=self.config.checkpoint))
         return final
 
     def _sizes(self) -> dict[str, float]:
@@ -308,6 +304,11 @@ class Run:
         self.progress.losses = self.step.losses.state()
         with self.clock.part("checkpoint"):
             self.checkpoints.save(self.progress, unused=self.step.prefetcher.samples_held)
+
+    def _say(self, text: str) -> None:
+        if text and not self.silent:
+            with tqdm.external_write_mode():  # above the progress bar
+                print(text, flush=True)  # days may pass before the next line
 
     def _stop(self) -> None:
         """Leave an interrupted run so that it can be resumed."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from tqdm import tqdm
-
 from dlrm.training.checkpoint.manifest import Progress
 
 
@@ -59,20 +57,16 @@ class Validations:
             progress.best = quality
             progress.best_step = progress.steps
 
-    def stop_early(self, progress: Progress, *, silent: bool = False) -> None:
-        """Let training end now if no better state has come for too long.
-
-        Args:
-            progress: of the run.
-            silent: print nothing.
+    def stop_early(self, progress: Progress) -> str:
+        """Let training end now if no better state has come for too long; returns a line that says
+        so, or nothing.
         """
         step = progress.validated[0]
         if not 0 <= progress.best_step <= step - self._limit or step >= self.last_step:
-            return
+            return ""
         self.last_step = step
-        if not silent:
-            what = "log loss has not fallen" if self._by_loss else "AUC has not risen"
-            tqdm.write(
-                f"stopped at step {step:,}: validation {what} since step {progress.best_step:,}; "
-                "--patience 0 trains to the end"
-            )
+        what = "log loss has not fallen" if self._by_loss else "AUC has not risen"
+        return (
+            f"stopped at step {step:,}: validation {what} since step {progress.best_step:,}; "
+            "--patience 0 trains to the end"
+        )

@@ -29,7 +29,6 @@ CALIBRATED = 32768  # training rows, at most, that show where the average of the
 OF_A_CLASS = 2048  # and of them, about as many of the rarer class: the average is then known to 2%
 SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
 ALIKE = 100  # rows; a model may well give fewer the same score
-REMEDY = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
 
 
 class HeldOut:
@@ -60,11 +59,16 @@ class HeldOut:
         interruption: Interruption,
         rows: HeldOutRows,
     ) -> None:
-        self._model, self._loaders, self._seen = model, rows.loaders, rows.seen
+        self._model, self._bf16 = model, precision == "bf16"
+        self._calibrates, self._shift = calibrates, math.log(odds)
         self.interruption, self._world = interruption, interruption.world
-        self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
-        self._groups, self._calibrates = rows.groups, calibrates
-        self._shift, self.loss = math.log(odds), math.nan
+        self.use(rows)
+
+    def use(self, rows: HeldOutRows) -> None:
+        """Evaluate the model on other rows from now on."""
+        self._loaders, self._groups, self._seen = rows
+        self._collapsed, self.diverged = False, ""
+        self.loss = math.nan
         self.plots: Plots | None = None
 
     def evaluate(
@@ -151,7 +155,7 @@ class HeldOut:
             return ""
         problem = "training diverged" + (", this state is not saved" if split != "day" else "")
         problem += f": at step {step} the log loss is "
-        problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {REMEDY}"
+        problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {metrics.REMEDY}"
         if log_loss > OVERFITTED:
             return problem
         seen = self._predict_first(self._seen(), SAMPLES)
@@ -176,7 +180,8 @@ class HeldOut:
         if self._world.first:
             print_error(
                 f"warning: at step {step} the model predicts {float(logits[0].sigmoid()):.3g} for "
-                f"each of the {len(logits):,} {split} rows, and may never recover: {REMEDY}"
+                f"each of the {len(logits):,} {split} rows, and may never recover: "
+                + metrics.REMEDY
             )
         return True
 

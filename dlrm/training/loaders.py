@@ -122,15 +122,14 @@ class DayLoader:
         Raises:
             ValueError: it has other columns or ids than the first one; or as ``BatchLoader``.
         """
-        require_same_columns(
-            self._first, self._first_meta, path, Meta.read(path, allow_outside=True)
-        )
         self.close()
+        loader = self._open_day(str(path))
+        require_same_columns(self._first, self._first_meta, path, loader.meta)
         ended = self._batches_before + len(self._loader)
         self._samples_before = self.samples(ended)
         self._batches_before = ended
         self._waited = self.wait_seconds
-        self.path, self._loader = path, self._open_day(str(path))
+        self.path, self._loader = path, loader
         self._loader.set_epoch(epoch)
 
     @property

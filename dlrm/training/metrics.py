@@ -16,6 +16,9 @@ from torch.compiler import set_stance
 from dlrm.data.batch import Batch
 from dlrm.training.ranking import Ties, precision_recall_area, roc_area
 
+REMEDY = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
+"""For a model that has diverged."""
+
 
 @torch.inference_mode()
 def classification(
@@ -123,10 +126,7 @@ def require_finite(loss: float, step: int) -> None:
         ValueError: the loss is not finite.
     """
     if not math.isfinite(loss):
-        raise ValueError(
-            f"the loss is {loss} at step {step}: lower --optim.lr, or set --optim.warmup_steps or "
-            "--optim.clip_norm"
-        )
+        raise ValueError(f"the loss is {loss} at step {step}: {REMEDY}")
 
 
 def require_finite_logits(logits: Tensor) -> None:
@@ -136,10 +136,7 @@ def require_finite_logits(logits: Tensor) -> None:
         ValueError: a logit is not finite.
     """
     if not logits.isfinite().all():
-        raise ValueError(
-            "the model's outputs are not finite: training diverged; lower --optim.lr or set "
-            "--optim.warmup_steps or --optim.clip_norm"
-        )
+        raise ValueError(f"the model's outputs are not finite: training diverged; {REMEDY}")
 
 
 def sigmoid(logits: Tensor) -> Tensor:

@@ -152,29 +152,20 @@ def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
     }
 
 
-def print_fine_tuning(lost: float, factor: float, anew: bool, *, silent: bool = False) -> None:
-    """Print how a trained model is trained on, in one line, unless ``silent``.
+def fine_tuning(lost: float, factor: float, fresh: bool) -> str:
+    """How a trained model is trained on, in one line.
 
     Args:
         lost: validation AUC that fitting its tables cost; NaN if it is unknown.
         factor: on the learning rates.
-        anew: whether the tables were reinitialized, since they learn more from scratch.
+        fresh: whether the tables were reinitialized, since they learn more from scratch.
     """
     cost = "" if math.isnan(lost) else f", which costs {lost:.4f} of validation AUC"
-    kept = "; an epoch of new tables learns more, so they start from scratch" if anew else ""
-    if not silent:
-        print(
-            f"tables fitted to those of the trained model{cost}{kept}: learning rates "
-            f"x{factor:.2g} for embeddings, x{factor**OTHERS:.2g} for the rest (--optim.fine_tune)"
-        )
-
-
-def print_summary(
-    metrics: Mapping[str, float], directory: Path, kept: bool, *, silent: bool = False
-) -> None:
-    """Print :func:`summary`, unless ``silent``."""
-    if not silent:
-        print(summary(metrics, directory, kept=kept))
+    kept = "; an epoch of new tables learns more, so they start from scratch" if fresh else ""
+    return (
+        f"tables fitted to those of the trained model{cost}{kept}: learning rates "
+        f"x{factor:.2g} for embeddings, x{factor**OTHERS:.2g} for the rest (--optim.fine_tune)"
+    )
 
 
 def _quality(metrics: Mapping[str, float]) -> str:

@@ -175,33 +175,31 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     assert pace.planned(RunConfig(epochs=2), small, 40) == (80, "")
 
 
-def test_the_best_model_is_the_first_of_equal_ones(capsys):
+def test_the_best_model_is_the_first_of_equal_ones():
     validations, progress = Validations(10, 2, 100), Progress(steps=50)
-    validations.stop_early(progress)
+    assert not validations.stop_early(progress)
     assert validations.last_step == 100, "nothing was evaluated"
     for step, values, best in ((10, {"auc": 0.7}, 10), (20, {"auc": 0.7}, 10), (20, {}, 10)):
         progress.steps = step
         validations.note(progress, values)
         assert (progress.best_step, progress.best) == (best, 0.7)
         assert progress.validated == (step, values)
-        validations.stop_early(progress)
+        assert not validations.stop_early(progress)
     assert validations.last_step == 100
-    assert not capsys.readouterr().out
     progress.steps = 30
     validations.note(progress, {"auc": 0.6})
-    validations.stop_early(progress)
+    assert "stopped at step 30" in validations.stop_early(progress)
     assert validations.last_step == 30
-    assert "stopped at step 30" in capsys.readouterr().out
 
     progress, few = Progress(steps=10), Validations(10, 1, 100, by_loss=True)
     for progress.steps, auc, loss in ((10, 0.7, 0.5), (20, 0.8, 0.6)):
         few.note(progress, {"auc": auc, "log_loss": 0.0}, loss)
-    few.stop_early(progress)
+    stopped = few.stop_early(progress)
+    assert "step 20: validation log loss has not fallen since step 10" in stopped
     assert (progress.best_step, few.last_step) == (10, 20)
-    assert "step 20: validation log loss has not fallen since step 10" in capsys.readouterr().out
     forever = Validations(10, 0, 2**31)
     progress.validated = 10**9, {}
-    forever.stop_early(progress)
+    assert not forever.stop_early(progress)
     assert forever.last_step == 2**31
 
 

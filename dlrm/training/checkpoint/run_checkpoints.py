@@ -159,7 +159,7 @@ class RunCheckpoints:
         self.saved = state.steps
 
     def restore(self, batch_size: int) -> Progress:
-        """Go on from the checkpoint that was opened; returns the progress of the run.
+        """Continue from the checkpoint that was opened, if any; returns the progress of the run.
 
         Args:
             batch_size: samples per step, over all processes.
@@ -167,7 +167,8 @@ class RunCheckpoints:
         Raises:
             ValueError: it is of another model, optimizer, data or batch size.
         """
-        assert self.resumed
+        if not self.resumed:
+            return Progress()
         path, state = self.resumed.path, self.resumed.state
 
         # It must be a state of a run on this data.
