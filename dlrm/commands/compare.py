@@ -232,6 +232,7 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
 
     Each data set has axes of its own.
     """
+    # A grid of axes, as many as there are data sets.
     sets = sorted(set(summary["data"]))
     across = min(len(sets), ACROSS)
     lines = ceil(len(sets) / across)
@@ -240,11 +241,15 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     panels = list(grid.flat)[: len(sets)]
     for unused in list(grid.flat)[len(sets) :]:
         unused.remove()
+
+    # A kind has the same color in all of them.
     others = sorted(set(summary["emb"]) - {"dense"})
     for axes, data in zip(panels, sets, strict=True):
         _draw_data(axes, summary[summary["data"] == data], metric, others)
         if len(sets) > 1:
             axes.set_title(data)
+
+    # One legend names each kind once.
     handles = {
         label: handle
         for axes in panels

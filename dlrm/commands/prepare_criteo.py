@@ -108,6 +108,7 @@ def _note_order(inputs: Sequence[Path]) -> None:
 def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
+
     add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
 
     # The rows of each split, and the ids of their values.

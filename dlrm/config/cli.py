@@ -87,6 +87,7 @@ def check(
     Raises:
         Mistakes: there are mistakes.
     """
+    # Each option with the value that was given last.
     schema = option_schema(kinds)
     given: dict[str, Any] = {}
     problems: list[str] = []
@@ -103,12 +104,14 @@ def check(
             wanted = type_name(schema[name].type)
             problems.append(f"{source} is {shown(value)}, it must be {wanted}")
 
+    # A run that follows days begins with the first one.
     if given.get("follow"):
         data = given.get("data")
         try:
             given["data"] = first_day(given["follow"], None if data == RunConfig.data else data)
         except (OSError, ValueError) as error:
             problems.append(str(error))
+
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
         raise Mistakes(problems)

@@ -56,6 +56,7 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         meta: of its data.
         ids: how often ids occur and what they say about the label, if a budget depends on it.
     """
+    # Three of the options are no arguments of a table plan.
     tables = asdict(config.tables)
     tables.pop("dtype")
     pooling, share = tables.pop("pooling"), tables.pop("share")
@@ -82,9 +83,12 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         plan = _plan_with_state(config, meta, config.budget, make_plan)
     else:
         plan = make_plan(budget=config.budget)
+
+    # How lists are pooled.
     lists = [column.name for column in meta.categorical if column.multi_hot]
     plan = with_pooling(plan, meta.tables, lists, pooling)
 
+    # The MLPs and the interaction.
     shape = asdict(config.model)
     shape.pop("dropout")  # of training alone
     wide = len(meta.tables) > WIDE

@@ -236,12 +236,14 @@ def _spans(
     name: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> list[list[int]] | None:
     """Where the rows of a tensor were, ``[from, to, rows]`` for each piece; None if nowhere."""
+    # Rows of another width are not comparable.
     before, value = old[name], new[name]
     same = before.dtype == value.dtype and before.shape[1:] == value.shape[1:]
     if not same or not value.dim():
         return None
     if before.shape == value.shape:
         return [[0, 0, len(value)]]
+
     # A tensor with the rows of several tables, of which some have grown.
     group, _, rest = name.removeprefix("tables.").partition(".")
     starts = STARTS.get(rest.partition(".")[0])
@@ -250,6 +252,8 @@ def _spans(
     old_starts, new_starts = (side[f"tables.{group}.{starts}"].tolist() for side in (old, new))
     if len(old_starts) != len(new_starts):
         return None
+
+    # Each table keeps the rows that it has on both sides.
     old_bounds = pairwise([*old_starts, len(before)])
     new_bounds = pairwise([*new_starts, len(value)])
     return [

@@ -34,6 +34,7 @@ def fit_calibration(seen: Sequence[Tensor], later: Sequence[Tensor] | None) -> t
         Scale and shift. They move the average so that it is right on ``seen``, and scale the
         distance from it so that the loss on ``later`` is least.
     """
+    # The average: the shift with the least loss on training rows, by Newton's method.
     logits, labels, weights = _in_double(*seen)
     move = torch.zeros_like(logits[0])
     for _ in range(STEPS):
@@ -44,6 +45,9 @@ def fit_calibration(seen: Sequence[Tensor], later: Sequence[Tensor] | None) -> t
 
     if later is None:
         return 1.0, float(move)
+
+    # The spread: the scale of distances from the average with the least loss on later rows. The
+    # prior pulls it to 1 where these are few.
     logits, labels, weights = _in_double(*later)
     logits = logits + move
     center = torch.logit((weights * logits.sigmoid()).sum() / weights.sum(), eps=1e-9)

@@ -36,6 +36,8 @@ def take(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], int]:
         needed[piece.values.device] += piece.values.nbytes
     staged = {device for device, size in needed.items() if not _has_room(device, size)}
     on_host = sum(needed[device] for device in {HOST, *staged})
+
+    # Without room for copies, the pieces themselves are read, which waits for the stream too.
     _order_streams(pieces)
     if not _has_room(HOST, on_host):
         return pieces, 0
