@@ -17,7 +17,7 @@ from dlrm.training.metrics import finite
 from dlrm.training.plots import importance_figure
 from dlrm.utils.atomic import save_figure
 from dlrm.utils.device import pick_device
-from dlrm.utils.program import Parser, add_run, count_arg, exit_status, figure_arg
+from dlrm.utils.program import Parser, add_run, add_scoring, count_arg, exit_status, figure_arg
 
 
 def arguments() -> Parser:
@@ -40,18 +40,7 @@ def arguments() -> Parser:
     bars = "with --importance, also draw it: PNG, SVG or PDF (default: no)"
     parser.add_argument("--plot", type=figure_arg, metavar="FILE", help=bars)
 
-    # How.
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument(
-        "--batch-size",
-        type=count_arg,
-        help="samples per batch (default: as in the evaluations of the run)",
-    )
-    parser.add_argument(
-        "--allow-outside",
-        action="store_true",
-        help="read the files that meta.json lists outside of its directory too (default: no)",
-    )
+    add_scoring(parser, "as in the evaluations of the run")
     return parser
 
 

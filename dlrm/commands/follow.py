@@ -90,11 +90,12 @@ class FollowingRun(Run):
 
     def _export(self, directory: Path) -> None:
         """Export the state after a day as soon as it is saved, while training continues."""
-        from dlrm.export.days import in_own_process  # brings PyTorch's compiler: a second
+        # They bring PyTorch's compiler, which takes a second.
+        from dlrm.export.days import export_day, in_own_process
 
         run, day = self.checkpoints.run, self.train_data.path.name
         given = self.directory, run, self.steps, directory, day
-        self.checkpoints.writer.then(partial(in_own_process, export_latest, *given))
+        self.checkpoints.writer.then(partial(in_own_process, export_day, *given))
 
     # The next day -----------------------------------------------------------------------------
 
@@ -102,6 +103,7 @@ class FollowingRun(Run):
         """Wait for the next day; None if there is none, and the run is not to wait."""
         wait, after, told = self.config.follow_wait, self.train_data.path.name, False
         while True:
+            # The first process looks, so that all go to the same day.
             self.world.from_first(self._note_late_days)
             path, complete = self.world.from_first(partial(next_day, self._days, after))
             if path is not None and complete:
@@ -111,6 +113,7 @@ class FollowingRun(Run):
                 self._say(f"day {after}: no rows, it is left out")
                 continue
 
+            # None is ready: say so once, and wait or end.
             missing = f"{path} has no {META_FILE} yet (prepare it, or remove it)"
             what = missing if path else f"no day after {after}"
             if not wait:
@@ -135,14 +138,6 @@ class FollowingRun(Run):
             time.sleep(1)
             self.checkpoints.writer.check()
             self.held_out.interruption.check(self._stop)
-
-
-def export_latest(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:
-    """Export the latest checkpoint of a run, as :func:`~dlrm.export.days.export_day`."""
-    from dlrm.commands.apply import apply_delta
-    from dlrm.export.days import export_day
-
-    export_day(run, run_id, step, directory, day, apply_delta())
 
 
 def _has_rows(day: Path) -> bool:

@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from dlrm.utils import startup
-from dlrm.utils.program import Parser, add_run, count_arg, exit_status, path_arg
+from dlrm.utils.program import Parser, add_run, add_scoring, exit_status, path_arg
 
 SUFFIXES = (".parquet", ".csv")
 EPILOG = """\
@@ -67,14 +67,7 @@ def arguments() -> Parser:
         "preparation does; row numbers tell which are there",
     )
 
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    sizes = "16384; on a GPU as many as fit well, at most 524288"
-    add("--batch-size", type=count_arg, help=f"samples per batch (default: {sizes})")
-    add(
-        "--allow-outside",
-        action="store_true",
-        help="read the files that meta.json lists outside of its directory too (default: no)",
-    )
+    add_scoring(parser, "16384; on a GPU as many as fit well, at most 524288")
     return parser
 
 

@@ -20,6 +20,7 @@ from dlrm.data.prepare.table import MADE_BY
 from dlrm.data.schema import META_FILE
 from dlrm.distributed.world import World
 from dlrm.kernels import hash_triton
+from dlrm.training import metrics
 from dlrm.training.evaluation import TrainedModel
 from dlrm.training.predictor import (
     Predictor,
@@ -115,11 +116,14 @@ def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
     tables = meta.options.get("made_by") == MADE_BY
     passed = [name for name, own in columns.items() if tables and own["kind"] == "pass"]
     names = list(dict.fromkeys([*passed, *options.keep]))
+
     for path in files:
         there = pq.read_schema(path).names
         if missing := [name for name in names if name not in there]:
             raise ValueError(f"{path} has no column {missing[0]!r} to keep: leave it out")
     require_new_names(names)
+
+    # The loader and the reader of these columns go through the rows in step.
     size = trained.loader.batch_size
     kept = in_batches(_read(files, names, size), size)
     return _scores(trained, names, kept)
@@ -130,9 +134,9 @@ def _scores(
 ) -> Iterator[pa.RecordBatch]:
     """Scores of all batches, each with its rows of ``kept``, the columns ``names``."""
     done = 0
-    copies = (
-        copy_to_host(logits, labels) for logits, labels, *_ in map(trained.predict, trained.loader)
-    )
+    predict = partial(metrics.predict, trained.model, bf16=trained.bf16)
+    outputs = (predict([batch]) for batch in trained.loader)
+    copies = (copy_to_host(logits, labels) for logits, labels, *_ in outputs)
     for probability, labels in one_behind(copies):
         own = next(kept)[0] if names else {}
         rows = np.arange(done + 1, done + 1 + len(labels))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from dlrm.utils import startup
 from dlrm.utils.messages import print_error
-from dlrm.utils.shipped import shipped
+from dlrm.utils.shipped import shipped_program
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
@@ -16,9 +15,8 @@ NEEDED = ("starlette", "uvicorn", "prometheus_client")
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns the exit status."""
     startup.imported()
-    sys.path.insert(0, str(shipped("examples")))
     try:
-        serve = import_module("serve")
+        serve = shipped_program("serve")
     except ModuleNotFoundError as error:
         if error.name not in NEEDED:
             raise

@@ -31,8 +31,8 @@ from dlrm.sparse_arch.table_plan import format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
 from dlrm.training.best_model import Validations
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
-from dlrm.training.data_parallel import GradientReducer, state_bytes
-from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, rates_after_fit
+from dlrm.training.data_parallel import GradientReducer
+from dlrm.training.fine_tuning import Trained, auc_lost, fit, rates_after_fit
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import RunLoaders
 from dlrm.training.modes import import_compiler, seed_dropout
@@ -86,8 +86,8 @@ class Run:
         self.model, sharding = build_model(config, spec, meta, world, ids.counts)
         self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
-            start = NewRows(config.new_rows, config.seed)
-            self.trained = fit(self.model, config.init_from, config.data, meta, world, start)
+            fitted = partial(fit, new_rows=config.new_rows, seed=config.seed)
+            self.trained = fitted(self.model, config.init_from, config.data, meta, world)
 
         optimizers, odds = build_optimizers(config.optim, self.model), weight_odds(config, meta)
         self.schedule = Schedule(optimizers, **config.optim.schedule)
@@ -144,6 +144,7 @@ class Run:
             self._validate()
         self._say(self.validations.stop_early(self.progress))
 
+        # What is shown and measured on the way.
         traced = config.profile and self.world.first
         profiler = profiling.Profiler(self.directory, self.step.device, active=traced)
         self.model.train()
@@ -277,8 +278,7 @@ class Run:
 
     def _sizes(self) -> dict[str, float]:
         """Bytes of the embeddings; every process must call this function."""
-        optimizer = state_bytes(self.model, self.step.optimizers[1], self.world)
-        return report.embedding_sizes(self.model, optimizer)
+        return report.embedding_sizes(self.model, self.step.optimizers[1], self.world)
 
     def _print_plan(self, resolved: str, spec: ModelSpec, ids: IdStatistics, sharding: str) -> None:
         config, meta, sizes = self.config, self.train_data.meta, self._sizes()

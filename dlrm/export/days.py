@@ -16,6 +16,7 @@ from typing import Any
 from dlrm.export.delta import DELTA, export_delta
 from dlrm.export.directory import MANIFEST, ExportOptions, export_run, read_manifest
 from dlrm.export.programs import has_compiler
+from dlrm.utils.shipped import shipped_program
 from dlrm.utils.signals import SIGNALS
 
 KEPT = 2  # exports in full
@@ -51,14 +52,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def export_day(
-    run: Path,
-    run_id: str,
-    step: int,
-    directory: Path,
-    day: str,
-    apply_delta: Callable[[Path, Path, Path], None],
-) -> None:
+def export_day(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:
     """Export the latest checkpoint of a run after a day, as ``DAY``, with the changes since the
     export before as ``DAY.delta``. What is there already stays.
 
@@ -68,7 +62,6 @@ def export_day(
         step: of the checkpoint.
         directory: gets the exports.
         day: its name.
-        apply_delta: makes an export from an earlier one, a delta and its own directory.
 
     Raises:
         ValueError: the directory has exports of another run or of later days; or as
@@ -99,6 +92,6 @@ def export_day(
     delta = directory / f"{day}.delta"
     if not (delta / DELTA).is_file():
         export_delta(run, delta, exports[-1], options)
-    apply_delta(exports[-1], delta, directory / day)
+    shipped_program("apply_delta").apply_delta(exports[-1], delta, directory / day)
     for old in exports[: 1 - KEPT]:
         shutil.rmtree(old)

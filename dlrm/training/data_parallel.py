@@ -226,12 +226,3 @@ def _set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
         own, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         parameter.grad = own.view_as(parameter).to(parameter.dtype)
     return flat
-
-
-def state_bytes(model: DLRM, optimizer: RowOptimizer, world: World) -> int:
-    """Bytes of the optimizer state of a model's embeddings: the shards of all processes, and
-    replicas once. Every process must call this function, between steps.
-    """
-    local = optimizer.state_bytes(model.sparse_arch.local_parameters())
-    here = optimizer.state_bytes(model.sparse_arch.parameters())
-    return here - local + sum(world.sizes(local, world.device))

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
-from dlrm.data.batch import Batch
 from dlrm.data.groups import Groups
 from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare.fingerprint import require_same_ids
@@ -99,10 +97,6 @@ class TrainedModel:
             open_loader=open_loader,
             bf16=used.precision == "bf16",
         )
-
-    def predict(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""
-        return metrics.predict(self.model, [batch], bf16=self.bf16)
 
     def evaluate(self, groups: Groups | None = None) -> dict[str, Any]:
         """Metrics of all rows; see :func:`~dlrm.training.metrics.classification`.

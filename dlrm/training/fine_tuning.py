@@ -40,53 +40,47 @@ class Trained(NamedTuple):
     """The data that it was trained on, as named in its configuration; None if that was extended."""
 
 
-class NewRows(NamedTuple):
-    """Initial rows of the values that are new to a trained model."""
+def with_new_rows(
+    tables: list[Tensor], meta: Meta, kept: Sequence[Tensor], start: str, seed: int
+) -> list[Tensor]:
+    """Add rows to tables, each ``[V, D]``, so that they have those of the data.
 
-    start: str = "unseen"
-    """``unseen`` or ``random``; see :class:`dlrm.config.schema.RunConfig`."""
-    seed: int = 0
+    Every process gets the same rows. The list is emptied on the way, so that only one table at a
+    time is there twice.
 
-    def extend(self, tables: list[Tensor], meta: Meta, kept: Sequence[Tensor]) -> list[Tensor]:
-        """Add rows to tables, each ``[V, D]``, so that they have those of the data.
+    Args:
+        tables: of the trained model, in the order of the columns.
+        meta: of the data.
+        kept: ``[V]`` for each table, whether an id has the value that it had. Other rows are
+            reinitialized.
+        start, seed: as for :func:`fit`.
+    """
+    extended = []
+    random = torch.Generator().manual_seed(seed)
+    for column, same in zip(meta.categorical, kept, strict=True):
+        old = tables.pop(0)
+        new = torch.ones(column.cardinality, dtype=torch.bool)
+        new[: len(old)] = ~same
+        more = int(new.sum())
 
-        Every process gets the same rows. The list is emptied on the way, so that only one table at
-        a time is there twice.
+        # Random rows, the row of unseen values, or the mean of a table that has none.
+        if start == "random":
+            rows = torch.rand(more, old.shape[1], generator=random).mul_(2).sub_(1)
+            rows *= initial_bound(column.cardinality)
+        elif column.oov_id is not None:
+            rows = old[column.oov_id].expand(more, -1)
+        else:
+            rows = old.mean(0).expand(more, -1)
 
-        Args:
-            tables: of the trained model, in the order of the columns.
-            meta: of the data.
-            kept: ``[V]`` for each table, whether an id has the value that it had. Other rows are
-                reinitialized.
-        """
-        extended = []
-        random = torch.Generator().manual_seed(self.seed)
-        for column, same in zip(meta.categorical, kept, strict=True):
-            old = tables.pop(0)
-            new = torch.ones(column.cardinality, dtype=torch.bool)
-            new[: len(old)] = ~same
-            more = int(new.sum())
-            if self.start == "random":
-                rows = torch.rand(more, old.shape[1], generator=random).mul_(2).sub_(1)
-                rows *= initial_bound(column.cardinality)
-            elif self.start == "unseen" and column.oov_id is not None:
-                rows = old[column.oov_id].expand(more, -1)
-            else:
-                rows = old.mean(0).expand(more, -1)
-            if more:
-                old = torch.cat([old, old.new_empty(len(new) - len(old), old.shape[1])])
-                old[new.to(old.device)] = rows.to(old)
-            extended.append(old)
-        return extended
+        if more:
+            old = torch.cat([old, old.new_empty(len(new) - len(old), old.shape[1])])
+            old[new.to(old.device)] = rows.to(old)
+        extended.append(old)
+    return extended
 
 
 def fit(
-    model: DLRM,
-    path: str,
-    data: str,
-    meta: Meta,
-    world: World,
-    new_rows: NewRows,
+    model: DLRM, path: str, data: str, meta: Meta, world: World, *, new_rows: str, seed: int
 ) -> Trained:
     """Fit a model to a trained one: the MLPs are copied, the tables fitted.
 
@@ -99,7 +93,9 @@ def fit(
         data: the prepared directory to train on.
         meta: what describes it.
         world: the processes, all of which call this function.
-        new_rows: what rows that were added begin with.
+        new_rows: what rows of new values begin with, ``unseen`` or ``random``; see
+            :class:`dlrm.config.schema.RunConfig`.
+        seed: of random ones.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -110,7 +106,8 @@ def fit(
     if meta.rows_at(state.fingerprint) == trained.sparse_arch.num_embeddings:
         _require_growing(model, path, data)
         kept = _kept_ids(path, data, meta, state.fingerprint)
-        model.load_trained(trained, partial(new_rows.extend, meta=meta, kept=kept))
+        extend = partial(with_new_rows, meta=meta, kept=kept, start=new_rows, seed=seed)
+        model.load_trained(trained, extend)
         return Trained(None, None)
     require_same_ids(data, meta, state.fingerprint, path)
     model.load_trained(trained)

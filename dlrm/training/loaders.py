@@ -122,7 +122,7 @@ class DayLoader:
         Raises:
             ValueError: it has other columns or ids than the first one; or as ``BatchLoader``.
         """
-        self.close()
+        self._loader.close()
         loader = self._open_day(str(path))
         require_same_columns(self._first, self._first_meta, path, loader.meta)
         ended = self._batches_before + len(self._loader)
@@ -182,10 +182,6 @@ class DayLoader:
     def set_epoch(self, epoch: int) -> None:
         """Days are opened by :meth:`open`."""
         assert epoch == self.epoch
-
-    def close(self) -> None:
-        """End the current iteration and its threads."""
-        self._loader.close()
 
     def footers(self) -> str:
         """See :meth:`BatchLoader.footers`, of the current day."""

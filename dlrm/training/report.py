@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.data.schema import Meta, Split
+from dlrm.distributed.world import World
 from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
 from dlrm.optim.schedule import OTHERS
 from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
 from dlrm.training.profiling import PARTS
@@ -90,6 +92,7 @@ def opening(
     rows = splits["train"].rows
     weights = sum(parameter.numel() for parameter in dense)
     cache = sizes.get("embeddings/cache_bytes", 0)
+
     text = (
         f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
         f"embeddings {format_bytes(sizes['embeddings/bytes'])} "
@@ -97,6 +100,8 @@ def opening(
         f"{f', with a cache of {format_bytes(cache)}' if cache else ''}), "
         f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
+
+    # Neither equal labels nor a few steps are worth training on.
     for name, split in splits.items():
         if split.rows and split.positives in (0, split.rows):
             label = int(split.positives > 0)
@@ -127,13 +132,18 @@ def negatives(split: Split, rows: int) -> str:
     )
 
 
-def embedding_sizes(model: DLRM, optimizer_bytes: int) -> dict[str, float]:
+def embedding_sizes(model: DLRM, optimizer: RowOptimizer, world: World) -> dict[str, float]:
     """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out; and what
-    became of the ids of dynamic tables.
+    became of the ids of dynamic tables. Every process must call this function, between steps.
     """
-    sizes = model.sparse_arch.sizes() | {"optimizer_bytes": float(optimizer_bytes)}
-    named = {f"embeddings/{name}": size for name, size in sizes.items()}
-    return named | model.sparse_arch.id_counts()
+    # The shards of all processes, and replicas once.
+    arch = model.sparse_arch
+    local = optimizer.state_bytes(arch.local_parameters())
+    here = optimizer.state_bytes(arch.parameters())
+    state = here - local + sum(world.sizes(local, world.device))
+
+    sizes = arch.sizes() | {"optimizer_bytes": float(state)}
+    return {f"embeddings/{name}": size for name, size in sizes.items()} | arch.id_counts()
 
 
 def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-SUFFIXES = (".parquet", ".csv")
 ROW, PROBABILITY, LABEL = "row", "probability", "label"
 """Columns of the scores."""
 GROUP_ROWS = 1 << 17  # of a row group, and of what is handed to the thread

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -189,15 +189,6 @@ class Tracker:
 def named(group: str, values: Mapping[str, float]) -> dict[str, float]:
     """Numbers under names like ``group/name``."""
     return {f"{group}/{name}": value for name, value in values.items()}
-
-
-def without(options: Mapping[str, Any], hidden: Collection[str], group: str = "") -> dict[str, Any]:
-    """Nested options without the ``hidden`` ones, named as on the command line."""
-    return {
-        name: without(value, hidden, f"{group}{name}.") if isinstance(value, Mapping) else value
-        for name, value in options.items()
-        if f"{group}{name}" not in hidden
-    }
 
 
 def quiet_tensorboard_thread(failure: threading.ExceptHookArgs) -> None:

@@ -115,6 +115,20 @@ def add_run(parser: Parser) -> None:
     add("--last", action="store_true", help=last)
 
 
+def add_scoring(parser: Parser, batch_size: str) -> None:
+    """Add the options of programs that score rows.
+
+    Args:
+        parser: of the program.
+        batch_size: the default, in words.
+    """
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--batch-size", type=count_arg, help=f"samples per batch (default: {batch_size})")
+    outside = "read the files that meta.json lists outside of its directory too (default: no)"
+    add("--allow-outside", action="store_true", help=outside)
+
+
 def exit_status(
     work: Callable[[], object],
     interrupted: str | Callable[[], str] = "interrupted",

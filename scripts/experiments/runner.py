@@ -26,11 +26,11 @@ import yaml
 from tqdm import tqdm
 
 from dlrm.config.cli import parse
-from dlrm.config.schema import HOUSEKEEPING
+from dlrm.config.options import changed_options
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
-from dlrm.training.tracking import RESULT, read_result, without
+from dlrm.training.tracking import RESULT, read_result
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
 from scripts.benchmarks import harness
@@ -147,8 +147,9 @@ class Runner:
 
         # Options that change results must be those of the finished run.
         result = read_result(self.directory / name)
-        options, old = (without(each, HOUSEKEEPING) for each in (resolved, result["options"]))
-        changed = [o for o in options.keys() & old.keys() if options[o] != old[o]]
+        both = resolved, result["options"]
+        now, then = (changed_options(each, available()) for each in both)
+        changed = [name for name in now.keys() | then.keys() if now.get(name) != then.get(name)]
         if changed:
             raise ValueError(
                 f"{self.directory / name} has finished with another {', '.join(sorted(changed))}: "

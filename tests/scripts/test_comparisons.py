@@ -94,9 +94,7 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
     # Nor is it taken for a run of other options.
     capsys.readouterr()
     assert main([*given, "--no-timing", "--tt-lr", "0.7"]) == 2
-    assert (
-        "tt3-r4-0 has finished with another optim: choose another --runs" in capsys.readouterr().err
-    )
+    assert "tt3-r4-0 has finished with another optim.embeddings_lr: " in capsys.readouterr().err
     # Nor for one of data that were made anew in the same place.
     rows = json.loads((tmp_path / "runs" / "dense-0" / "result.json").read_text())["rows"]
     assert rows == {n: [s.rows, s.positives] for n, s in Meta.read(data).splits.items()}
@@ -551,7 +549,7 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
     assert summary["seeds"].to_dict() == {"a": 2, "ordered": 1}
     assert summary["options"]["ordered"] == "shuffle=False"
     monkeypatch.setattr(runner, "parse", lambda *_: (None, json.dumps(ordered)))
-    with pytest.raises(ValueError, match="a has finished with another loader: choose another"):
+    with pytest.raises(ValueError, match=r"with another loader\.shuffle: choose another"):
         runner.Runner(tmp_path, 1, []).train([("a", [])], "data")
 
 

@@ -53,8 +53,6 @@ class Draft:
 
     path: Path
     """The directory that it will have."""
-    run: str
-    """The id of the run."""
     state: RunState
     best: bool
     """Whether it is the best one so far."""
@@ -122,7 +120,7 @@ class CheckpointWriter:
             self.copied = max(self.copied, copied)
 
         sizes = parts.sizes()
-        draft = Draft(path=path, run=self._run, state=state, best=best, pieces=pieces, sizes=sizes)
+        draft = Draft(path=path, state=state, best=best, pieces=pieces, sizes=sizes)
         waiting = [draft]  # from which the thread takes it, or which is emptied: it is large
         self._writes.append((waiting, self._thread.submit(self._write, waiting)))
         if not copied:
@@ -213,7 +211,7 @@ class CheckpointWriter:
         try:
             with _in_one_line(draft.path):
                 draft.temporary.mkdir(exist_ok=True)
-                about = {"format": "pt", "run": draft.run, "step": str(draft.state.steps)}
+                about = {"format": "pt", "run": self._run, "step": str(draft.state.steps)}
                 written = write_file(draft.temporary / file_name(rank), draft.pieces, about)
                 if first:
                     self._complete(draft, written)
@@ -234,7 +232,7 @@ class CheckpointWriter:
         for note in notes:
             note.unlink()
 
-        latest = Entry(name=draft.path.name, run=draft.run, step=draft.state.steps)
+        latest = Entry(name=draft.path.name, run=self._run, step=draft.state.steps)
         best = self.index.best
         if draft.best:
             latest = best = replace(latest, metric=draft.state.best)
@@ -254,7 +252,7 @@ class CheckpointWriter:
             for name, shard in of_rank:
                 shards[name].append(shard)
         manifest = Manifest(
-            run=draft.run,
+            run=self._run,
             files={file_name(rank): file for rank, (file, _) in enumerate(parts)},
             tensors={
                 name: StoredTensor(
