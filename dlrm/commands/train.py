@@ -110,11 +110,10 @@ class Run:
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 
         parts = self.model, optimizers, self.train_data
-        self.checkpoints.attach(*parts, spec=spec, config=self.options)
-        self.progress = self.checkpoints.restore(pace.batch_size(config, meta))
+        about = {"spec": spec, "config": self.options}
+        self.progress = self.checkpoints.begin(*parts, **about, batch_size=sizes[0])
         self.schedule.fine_tune = self.progress.fine_tune
         self.step.losses.load(self.progress.losses)
-        self.checkpoints.begin()
 
         step, place = self.progress.steps if resumed else None, self.checkpoints.directory
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))

@@ -82,12 +82,42 @@ class RunCheckpoints:
         self.timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
         self.writer = CheckpointWriter(self.directory, self.run, world, keep, Index())
 
-    def begin(self) -> None:
-        """Get ready to write: remove what a killed process left half written, and name the job of
-        torchrun in the index.
+    def begin(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loader: TrainingData,
+        *,
+        spec: Mapping[str, Any],
+        config: Mapping[str, Any],
+        batch_size: int,
+    ) -> Progress:
+        """Name the parts whose state is saved, restore that of a resumed run, and get ready to
+        write.
+
+        Args:
+            model, optimizers, loader: the parts.
+            spec: the arguments of the model.
+            config: the configuration of the run, nested as in its file.
+            batch_size: samples per step, over all processes.
+
+        Returns:
+            The progress of the run.
+
+        Raises:
+            ValueError: the checkpoint is of another model, optimizer, data or batch size.
         """
-        if not self._world.first:
-            return
+        self._model, self._optimizers, self._loader = model, list(optimizers), loader
+        self.spec, self.config = dict(spec), dict(config)
+        progress = self._restore(self.resumed, batch_size) if self.resumed else Progress()
+        if self._world.first:
+            self._clean_up()
+        return progress
+
+    def _clean_up(self) -> None:
+        """Remove what a killed process left half written, and name the job of torchrun in the
+        index.
+        """
         job, directory = self._world.job, self.directory / CHECKPOINTS
         if self._own and not self.resumed:
             restarts.clear(self.directory)
@@ -109,25 +139,6 @@ class RunCheckpoints:
             self.writer.close()
         if self._lock:
             self._lock.release()
-
-    def attach(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        loader: TrainingData,
-        *,
-        spec: Mapping[str, Any],
-        config: Mapping[str, Any],
-    ) -> None:
-        """Name the parts whose state is saved and restored.
-
-        Args:
-            model, optimizers, loader: the parts.
-            spec: the arguments of the model.
-            config: the configuration of the run, nested as in its file.
-        """
-        self._model, self._optimizers, self._loader = model, list(optimizers), loader
-        self.spec, self.config = dict(spec), dict(config)
 
     def save(self, progress: Progress, *, unused: int) -> None:
         """Begin to write a checkpoint.
@@ -158,18 +169,9 @@ class RunCheckpoints:
         self.writer.save(parts, state, best=progress.best_step == progress.steps)
         self.saved = state.steps
 
-    def restore(self, batch_size: int) -> Progress:
-        """Continue from the checkpoint that was opened, if any; returns the progress of the run.
-
-        Args:
-            batch_size: samples per step, over all processes.
-
-        Raises:
-            ValueError: it is of another model, optimizer, data or batch size.
-        """
-        if not self.resumed:
-            return Progress()
-        path, state = self.resumed.path, self.resumed.state
+    def _restore(self, resumed: Checkpoint, batch_size: int) -> Progress:
+        """Continue from a checkpoint; see :meth:`begin`."""
+        path, state = resumed.path, resumed.state
 
         # It must be a state of a run on this data.
         random = state.random_state()
@@ -189,7 +191,7 @@ class RunCheckpoints:
             raise ValueError(f"{unequal}: resume with the same --batch_size")
         loader["order"]["batch_size"] = self._loader.batch_size
 
-        self.resumed.load(self._model, self._optimizers, groups=True, world=self._world)
+        resumed.load(self._model, self._optimizers, groups=True, world=self._world)
         self._loader.load_state_dict(loader)
         if self._world.first and "footers" in loader["order"]:
             self._compare_files(loader["order"]["footers"])
@@ -197,7 +199,7 @@ class RunCheckpoints:
             torch.set_rng_state(random)
         except RuntimeError as error:
             raise ValueError(f"{path} has a damaged random state: {error}") from None
-        self.resumed.close()
+        resumed.close()
         self.saved = state.steps
 
         # The best checkpoint may be lost.
