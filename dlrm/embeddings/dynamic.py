@@ -69,6 +69,8 @@ class Dynamic(DynamicTables, HostRows):
         Two choices: Azar et al., "Balanced Allocations", SIAM J. Comput. 1999.
     """
 
+    of_speed = frozenset({"cache_share"})
+
     @property
     def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
         return [(self.weight, self._table_rows)]

@@ -62,21 +62,21 @@ def test_rounded_rows_resume_to_the_last_bit(dtype, run, train, losses, result, 
 
 
 @pytest.mark.parametrize(
-    ("plain", "host"),
+    ("plain", "host", "resumed"),
     [
-        ("--emb dense", "--emb offload --offload.cache_rows 500"),
-        ("--emb dynamic --dynamic.rows 400", "--dynamic.cache_share 0.2"),
+        ("--emb dense", "--emb offload --offload.cache_rows 500", "--offload.cache_rows 300"),
+        ("--emb dynamic --dynamic.rows 400", "--dynamic.cache_share 0.2", ""),
+        ("--emb dynamic --dynamic.rows 400", "", "--dynamic.cache_share 0.2"),
     ],
 )
 def test_tables_in_host_memory_train_as_others_to_the_last_digit(
-    plain, host, run, train, lines, losses, tmp_path
+    plain, host, resumed, run, train, lines, losses, tmp_path
 ):
     given = ["--tables.threshold", "0", "--log_every", "1", "--optim.embeddings", "adamw"]
     given += plain.split()
     train("plain", *given, "--max_steps", "20")
     train("host", *given, *host.split(), "--max_steps", "9")
-    more = ["--offload.cache_rows", "300"] if "offload" in host else []  # a cache of another size
-    run("train", "--resume", tmp_path / "host", "--max_steps", "20", *more)
+    run("train", "--resume", tmp_path / "host", "--max_steps", "20", *resumed.split())
     assert losses(tmp_path / "host") == losses(tmp_path / "plain")
     last = [line for line in lines(tmp_path / "host") if "cache/hit_rate" in line][-1]
     assert 0 < last["cache/hit_rate"] < 1
