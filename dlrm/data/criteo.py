@@ -15,7 +15,7 @@ from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
 from dlrm.data.prepare.files import without_empty
 from dlrm.data.prepare.infer import read_types
 from dlrm.data.prepare.learner import EarlierIds
-from dlrm.data.prepare.pipeline import Preparation, RunOptions, require_fingerprint
+from dlrm.data.prepare.pipeline import Preparation, RunOptions
 from dlrm.data.prepare.spill import Spilled
 from dlrm.data.prepare.splitting import Splitter
 from dlrm.data.prepare.table_rows import TableRows
@@ -154,8 +154,6 @@ def inherit_options(options: Options) -> Options:
     options = replace(options, **inherited)
 
     # The earlier data must have what new ids need.
-    if options.append_new:
-        require_fingerprint(directory)
     if options.forget is not None and any(c.oov_id is None for c in meta.categorical):
         raise ValueError(
             f"--forget: {directory} was prepared with --vocabulary all and has no id that "

@@ -288,6 +288,7 @@ class RowGroupReader:
             else:
                 expected.append((column.name, "an integer (categorical)", pa.types.is_integer))
 
+        # Each is there once.
         counts = Counter(schema.names)
         for name, wanted, fits in expected:
             found = counts[name]
@@ -296,6 +297,7 @@ class RowGroupReader:
                     f"{path} has {found or 'no'} columns named {name!r}, {META_FILE} names "
                     f"one; the file has {printable(listing(schema.names, 50))}"
                 )
+
             if not fits(schema.field(name).type):
                 raise ValueError(
                     f"{path}: column {name!r} is {schema.field(name).type}, it must be {wanted}; "

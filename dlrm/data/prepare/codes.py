@@ -156,23 +156,28 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
     Raises:
         ValueError: there is none, or more than one: then nobody said which of them count as 0.
     """
+    # The different values; rows with a missing one are refused.
     counts: Counter[str] = Counter()
     for sample in samples:
         texts = as_texts(decoded(sample), name).fill_null("")
         for pair in pc.value_counts(texts).to_pylist():
             counts[pair["values"].strip()] += pair["counts"]
-    missing = counts.pop("", 0)  # their rows are refused
+    missing = counts.pop("", 0)
+
+    # Those that don't count as 1: if there is one, it counts as 0.
     ones = set(map(_plain, positive))
     others = {_plain(value): value for value in counts if _plain(value) not in ones}
     if len(others) == 1:
         return next(iter(others.values()))
-    seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
-    seen += ["..."] if len(counts) > MOST_SHOWN else []
     if missing and not others:
         raise ValueError(
             f"label {name!r}: {_listed(positive)} counts as 1, and all others in the first rows "
             f"are missing ({missing:,}); use --label \"{name} != ''\" if these count as 0"
         )
+
+    # With several, only the user can say, by a list or by a comparison.
+    seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
+    seen += ["..."] if len(counts) > MOST_SHOWN else []
     comparison = COMPARISON.fullmatch(f"{name} {positive[0]}")
     instead = comparison[0] if comparison else f"{name} == {positive[0]}"
     remedy = f'set negative: "{ALL_OTHERS}"' if len(positive) > 1 else f"use --label {instead!r}"

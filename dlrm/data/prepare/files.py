@@ -271,11 +271,13 @@ def _format(path: Path) -> str:
 
 def _open_csv(path: Path, options: TableOptions) -> RawFile:
     """Find the delimiter and the names of a CSV."""
+    # The delimiter that the first line has most of.
     line = _first_line(path, options.quotes)
     delimiter = options.delimiter or max(DELIMITERS, key=line.count)
     if options.delimiter is None and DOUBLE in line and not any(map(line.count, DELIMITERS[:3])):
         delimiter = DOUBLE
     quotes = options.quotes and delimiter != DOUBLE  # of MovieLens, with quotes in titles
+
     fields = line.split(delimiter)
     if quotes:
         try:
@@ -299,6 +301,7 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
         raise ValueError(
             f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
         )
+
     layout = CsvLayout(
         names=names,
         delimiter=delimiter,

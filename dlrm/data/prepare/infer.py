@@ -293,6 +293,7 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
     Raises:
         ValueError: a name is no column, or two columns are named for the same.
     """
+    # Options of their own name the label, the weight and the split.
     given = dict(options.columns)
     split = options.split.column if options.split.by == "column" else None
     label = options.label
@@ -304,6 +305,7 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
         if name is not None:
             given[name] = replace(given.get(name, ColumnOptions()), kind=kind)  # type: ignore[arg-type]
 
+    # All that are named are there, and each of the three is one column.
     for name in [*given, *filter(None, [options.split.column])]:
         if name not in names:
             what = "label" if name == label else "column"
@@ -363,24 +365,22 @@ def read_types(
         skip_bad: leave out lines that are no rows of the table.
     """
     form = files[0].format
-    text = pa.dictionary(pa.int32(), pa.string())
-    octets = pa.dictionary(pa.int32(), pa.binary())  # hex digits are checked all at once
-    types: dict[str, pa.DataType] = {}
-    inferred = {} if form != "json" else dict(json_types(files[0], skip_bad=skip_bad))
-    for column in plan.needed:
+    inferred = dict(json_types(files[0], skip_bad=skip_bad)) if form == "json" else {}
+
+    # Columns to keep are read as they are written.
+    names = [*(column.name for column in plan.needed), *keep]
+    types = {name: inferred.get(name, pa.string()) for name in names}
+    for column in (column for column in plan.needed if column.name not in keep):
         moment = column.kind == "time" and column.numeric
         plain = column.kind == "number" and column.options.marks is None
-        if (plain or moment) and column.name not in keep:
+        if plain or moment:
             types[column.name] = pa.float64()
-        elif plan.hexadecimal and column.kind == "category" and column.name not in keep:
-            types[column.name] = octets
-        elif form == "csv":
-            repeats = column.kind in ("category", "label", "split") and column.name not in keep
-            types[column.name] = text if repeats else pa.string()
-        else:
-            types[column.name] = inferred.get(column.name, pa.string())
-    for name in keep:
-        types.setdefault(name, inferred.get(name, pa.string()))
+
+        # Values that repeat are parsed once; hex digits are checked all at once, as bytes.
+        elif plan.hexadecimal and column.kind == "category":
+            types[column.name] = pa.dictionary(pa.int32(), pa.binary())
+        elif form == "csv" and column.kind in ("category", "label", "split"):
+            types[column.name] = pa.dictionary(pa.int32(), pa.string())
     return types
 
 

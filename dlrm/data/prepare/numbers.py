@@ -123,6 +123,8 @@ def fit_scaling(transform: str, summary: Summary) -> Scaling:
         return Scaling(transform="none", limit=0.0)
     if not len(summary.sample):
         return Scaling(transform=transform)
+
+    # Numbers of the usual size stay as they are.
     low, quarter, median, three_quarters, high = np.quantile(
         summary.sample, (0.001, 0.25, 0.5, 0.75, 0.999)
     )
@@ -130,17 +132,20 @@ def fit_scaling(transform: str, summary: Summary) -> Scaling:
         if low >= -LARGE and high <= LARGE and summary.deviation >= SMALL:
             return Scaling(transform="none", limit=LIMIT)
         transform = "robust"
+
     if transform in ("none", "standard"):
         size = np.quantile(np.abs(summary.sample), 0.99, method="lower")
         limit = FAR * float(max(LARGE, size))
         if transform == "none":
             return Scaling(transform=transform, limit=limit)
+
         # One absurd number would be all that the mean and the deviation tell of.
         mean, deviation = summary.mean, summary.deviation
         usual = summary.sample[np.abs(summary.sample) <= limit]
         if len(usual) < len(summary.sample):
             mean, deviation = float(usual.mean()), float(usual.std())
         return Scaling(transform=transform, center=mean, scale=_positive(deviation), limit=LIMIT)
+
     if transform == "robust":
         # Most values may be the same, such as 0: then the width of more of them.
         scale = _positive(three_quarters - quarter, high - low, summary.deviation)

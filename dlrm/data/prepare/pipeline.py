@@ -95,10 +95,8 @@ class Preparation:
             ValueError: a row or value doesn't fit, there are no rows to train on, ``output`` holds
                 other data, or another process is preparing it.
         """
-        if self.earlier is not None and self.earlier.directory.resolve() == Path(output).resolve():
-            raise ValueError(
-                f"--ids-of {self.earlier.directory} is also the output; give another --output"
-            )
+        if self.earlier is not None:
+            _require_usable(self.earlier, Path(output))
         key = {
             "format": [FORMAT, options.get("block_bytes", BLOCK_BYTES)],
             "options": {**self.options, "bad_rows": None},  # does not change what is spilled
@@ -190,13 +188,15 @@ class Preparation:
             )
 
 
-def require_fingerprint(ids_of: Path) -> None:
-    """Check that a run on later data can tell that it extends ``ids_of``.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not (ids_of / META_FILE).is_file() or Meta.read(ids_of).fingerprint is None:
+def _require_usable(earlier: EarlierIds, output: Path) -> None:
+    """Raise if results would replace the earlier data, or a run could not tell that they extend
+    it."""
+    ids_of = earlier.directory
+    if ids_of.resolve() == output.resolve():
+        raise ValueError(f"--ids-of {ids_of} is also the output; give another --output")
+    if earlier.grow and not (
+        (ids_of / META_FILE).is_file() and Meta.read(ids_of).fingerprint is not None
+    ):
         raise ValueError(
             f"--append-new: {ids_of} has no {META_FILE} with a fingerprint; prepare it again"
         )

@@ -30,16 +30,17 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
         directory: the prepared directory.
         target: directory to make.
     """
+    # Nothing to keep, or it is there already.
     source = Path(directory)
     try:
         files, meta = transform_files(source), Meta.read(source)
     except ValueError:
         return
-
     if (target / META_FILE).is_file():
         if Meta.read(target).fingerprint == meta.fingerprint:
             return
         shutil.rmtree(target)
+
     missing = next((file for file in files if not (source / file).is_file()), None)
     if missing is not None:
         if meta.fingerprint:  # other data may look like it, such as synthetic rows of Criteo
@@ -47,11 +48,12 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
             print_error(f"note: {where} does not exist: the run can score prepared rows only")
         return
 
+    # Links where there can be some: people edit the files that are no vocabularies in place.
     with atomic_directory(target) as temporary:
         for file in files:
             (temporary / file).parent.mkdir(parents=True, exist_ok=True)
             linked = False
-            if file.parent.name:  # a vocabulary; people edit the other files in place
+            if file.parent.name:
                 with suppress(OSError):  # another file system, or one without links
                     os.link((source / file).resolve(), temporary / file)
                     linked = True

@@ -38,6 +38,8 @@ def write_splits(
     """
     blocks, plan, work = learner.blocks, learner.transform.plan, learner.work
     training_rates, rates = learner.rates()
+
+    # In threads, from ids that were looked up by value once.
     looked_up = {
         feature.name: learner.ids_of_entries(index, feature)
         for index, feature in enumerate(plan.features)
@@ -52,18 +54,21 @@ def write_splits(
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
+    # Noted on the way: columns without any known value so far, and how many ids there are.
     unseen = {
         split: [c for c in categorical if c.oov_id is not None and not c.multi_hot]
         for split in SPLITS[1:]
     }
     different = {c.name: DistinctIds() for c in categorical if c.cardinality == HASHED}
     written = Counter[str]()
+
+    # In order: a training row's rates count the rows before it.
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
         bar.total = sum(block.rows for block in blocks)
         writers: dict[str, Callable[[pa.RecordBatch], None]] = {}
         for parts in map_in_order(encode, enumerate(blocks), workers):
             for name, prepared in zip(SPLITS, parts, strict=True):
-                if name == "train" and learner.learns:  # in their order: rows count for later ones
+                if name == "train" and learner.learns:
                     part = append_rates(prepared, training_rates, plan.label, workers)
                 else:
                     part = append_rates(prepared, rates, threads=workers)
@@ -72,6 +77,7 @@ def write_splits(
                     writer = split_writer(work / f"{name}.parquet", part.schema, repeating)
                     writers[name] = stack.enter_context(writer)
                 writers[name](part)
+
                 written[name] += part.num_rows
                 for column, ids in different.items() if name == "train" else ():
                     own = part[column]

@@ -21,7 +21,7 @@ from .files import RawFile, open_files
 from .infer import plan_columns, read_types
 from .input_paths import find_files
 from .learner import EarlierIds
-from .pipeline import Preparation, RunOptions, require_fingerprint
+from .pipeline import Preparation, RunOptions
 from .spill import Spilled
 from .splitting import Splitter, make_splitter
 from .table_rows import TableRows
@@ -153,8 +153,6 @@ def prepare_table(
 
     transform = Transform(plan=plan)
     if ids_of is not None:
-        if grow:
-            require_fingerprint(ids_of)
         transform = replace(Transform.load(ids_of, vocabularies=False), plan=plan)
 
     def split(spilled: Spilled) -> Splitter:

@@ -124,6 +124,8 @@ class CsvPart(TextBlock):
         data, delimiter = self.data if data is None else data, self.layout.delimiter
         if len(delimiter) > 1:
             data, delimiter = data.replace(delimiter.encode(), UNIT.encode()), UNIT
+
+        # In one thread and one block: several parts are read at a time.
         table = pyarrow.csv.read_csv(
             pa.BufferReader(data),
             pyarrow.csv.ReadOptions(
