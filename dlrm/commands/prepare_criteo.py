@@ -111,7 +111,7 @@ def _parser() -> Parser:
 
     add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
 
-    # The rows of each split, and the ids of their values.
+    # The rows of each split.
     add(
         "--split",
         nargs="+",
@@ -123,6 +123,8 @@ def _parser() -> Parser:
         "and test, which follow one another in this order (0.85 0 0.15; a share may be 0). "
         "Default: days",
     )
+
+    # The ids of their values.
     add(
         "--ids",
         choices=("vocabulary", "hash"),
@@ -153,6 +155,8 @@ def _parser() -> Parser:
         help="take the hexadecimal values modulo N before they are counted, as in the reference "
         "(MLPerf: 40000000); a missing value remains a value of its own. Default: no cap",
     )
+
+    # The numbers, and how many rows are read.
     add(
         "--dense-transform",
         choices=("log1p", "log3"),
@@ -160,7 +164,6 @@ def _parser() -> Parser:
         help="transform of I1..I13; a missing number counts as 0. log1p: log(max(x, 0) + 1), as in "
         "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
     )
-
     add(
         "--limit",
         type=int,

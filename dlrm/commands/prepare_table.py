@@ -193,10 +193,12 @@ def _later_rows(
 def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add = parser.add_argument
+
+    # The rows, and a file with options.
     add("inputs", nargs="+", metavar="INPUT", help="files, directories or patterns")
     add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
 
-    # Columns and splits.
+    # The columns that no feature is made of.
     add(
         "--label",
         action="append",
@@ -212,6 +214,8 @@ def _parser() -> Parser:
         "for more (default: 1 or true)",
     )
     add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
+
+    # Which rows are trained on, and the ids of their values.
     add(
         "--split",
         nargs="+",
@@ -224,7 +228,6 @@ def _parser() -> Parser:
         help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
         "column:COLUMN: its values are train, val and test (default: rows)",
     )
-
     add(
         "--ids",
         choices=("vocabulary", "hash"),

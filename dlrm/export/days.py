@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from dlrm.export.delta import DELTA, export_delta
 from dlrm.export.directory import MANIFEST, ExportOptions, export_run, read_manifest
 from dlrm.export.programs import has_compiler
 from dlrm.utils.shipped import shipped_program
-from dlrm.utils.signals import SIGNALS
+from dlrm.utils.signals import SIGNALS, end_with_parent
 
 KEPT = 2  # exports in full
 
@@ -39,17 +38,10 @@ def in_own_process(work: Callable[..., None], *given: Any) -> None:
 
 def _begin() -> None:
     """Make this process one that leaves the others the cores, and that ends with its parent."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     for number in SIGNALS:  # which a terminal sends to both
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def export_day(run: Path, run_id: str, step: int, directory: Path, day: str) -> None:

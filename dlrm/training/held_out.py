@@ -105,8 +105,7 @@ class HeldOut:
         # At the odds by row, a weighted loss is lower for a state that scores higher on average.
         self.loss = values["log_loss"]
         if self._shift:
-            at_weights = scores[0] + self._shift, *scores[1:]
-            self.loss = metrics.classification(*at_weights)["log_loss"]
+            self.loss = metrics.log_loss(scores[0] + self._shift, *scores[1:])
 
         if step and not self._collapsed:
             self._collapsed = self._warn_of_collapse(scores[0], split, step)

@@ -43,6 +43,7 @@ def classification(
         ValueError: there are no samples, shapes differ, labels are outside [0, 1], logits are not
             finite, or all weights are 0.
     """
+    # Samples that nothing can be said of are refused.
     logits, labels = torch.as_tensor(logits).double(), torch.as_tensor(labels).double()
     if logits.dim() != 1 or labels.shape != logits.shape:
         raise ValueError(
@@ -55,12 +56,9 @@ def classification(
         raise ValueError("labels must be in [0, 1]: write -1 and 1 as 0 and 1")
     require_finite_logits(logits)
 
-    # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
-    zero = logits.new_zeros(())
-    losses = torch.logaddexp(zero, logits) - logits * labels
-
+    # Means, and the areas under two curves, for which the samples are sorted once.
     mean = _mean_of(weights, logits)
-    loss, base = mean(losses), mean(labels)
+    loss, base = log_loss(logits, labels, weights), mean(labels)
     entropy = float("nan")
     if 0.0 < base < 1.0:
         entropy = -(base * math.log(base) + (1 - base) * math.log1p(-base))
@@ -73,6 +71,14 @@ def classification(
         "normalized_entropy": loss / entropy,
         "calibration": mean(sigmoid(logits)) / base if base else float("nan"),
     }
+
+
+def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | np.ndarray | None = None) -> float:
+    """The ``log_loss`` of :func:`classification` alone, which takes no sort."""
+    logits, labels = logits.double(), labels.double()
+    # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
+    losses = torch.logaddexp(logits.new_zeros(()), logits) - logits * labels
+    return _mean_of(weights, logits)(losses)
 
 
 def _mean_of(weights: Tensor | np.ndarray | None, like: Tensor) -> Callable[[Tensor], float]:

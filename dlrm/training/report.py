@@ -101,7 +101,7 @@ def opening(
         f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
 
-    # Neither equal labels nor a few steps are worth training on.
+    # Splits of equal labels and runs of a few steps are seldom meant.
     for name, split in splits.items():
         if split.rows and split.positives in (0, split.rows):
             label = int(split.positives > 0)

@@ -53,6 +53,23 @@ def exit_quietly() -> None:
             signal.signal(number, _exit)
 
 
+def end_with_parent() -> None:
+    """Let a process of :mod:`multiprocessing` end with the one that started it, however that ends.
+
+    It would otherwise work on without anyone to take its results.
+    """
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+
+    def work() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
 @contextmanager
 def raised() -> Iterator[None]:
     """Let signals raise :class:`Interrupted` in the block, and a second one end the process.

@@ -11,14 +11,12 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +31,7 @@ from dlrm.embeddings import available
 from dlrm.training.tracking import RESULT, read_result
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
+from dlrm.utils.signals import end_with_parent
 from scripts.benchmarks import harness
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +115,7 @@ class Runner:
         # Each worker takes the next run when it has finished one.
         with _thread_limit(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
-            with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
+            with ProcessPoolExecutor(self.jobs, spawn, initializer=end_with_parent) as workers:
                 results = workers.map(train_one, tasks)
                 try:
                     impossible = []
@@ -172,18 +171,6 @@ class Runner:
     def metrics(self, name: str) -> dict[str, float]:
         """The final metrics of a finished run."""
         return read_result(self.directory / name)["metrics"]
-
-
-def _end_with_parent() -> None:
-    """In a worker process: end when the program is killed, rather than train on without it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-
-        def end() -> None:
-            wait([parent.sentinel])
-            os._exit(1)
-
-        threading.Thread(target=end, daemon=True).start()
 
 
 def train_one(task: tuple[Path, list[str]]) -> str | None:

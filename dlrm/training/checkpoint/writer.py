@@ -174,8 +174,9 @@ class CheckpointWriter:
             self._drain()
         self._thread.shutdown()
 
-    def _drain(self) -> None:
-        while self._writes:
+    def _drain(self, left: int = 0) -> None:
+        """Wait until at most so many are still to be written."""
+        while len(self._writes) > left:
             self._writes[0][1].exception()  # waits; the next line raises it
             self.check()
 
@@ -199,9 +200,7 @@ class CheckpointWriter:
             if not wanted and write.cancel():
                 waiting.clear()
                 self._writes.pop()
-        while len(self._writes) > 1:
-            self._writes[0][1].exception()
-            self.check()
+        self._drain(left=1)
 
     def _write(self, waiting: list[Draft]) -> None:
         """Write the part of this process, and complete the checkpoint in the first one."""
