@@ -54,7 +54,7 @@ def exit_quietly() -> None:
 
 
 def end_with_parent() -> None:
-    """Let a process of :mod:`multiprocessing` end with the one that started it, however that ends.
+    """Let a process of ``multiprocessing`` end with the one that started it, however that ends.
 
     It would otherwise work on without anyone to take its results.
     """
