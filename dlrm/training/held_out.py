@@ -132,10 +132,15 @@ class HeldOut:
         train = loader.meta.splits["train"]
         rarer = max(min(train.positives, train.rows - train.positives), 1)
         rows = min(CALIBRATED, OF_A_CLASS * train.rows // rarer)
-        logits, *rest = self._predict_first(loader, rows)
+        logits, labels, *weights = self._predict_first(loader, rows)
+
+        # If rows are sorted, as by the label, the first ones are unlike the others.
+        unlike = abs(float(labels.double().mean()) * train.rows - train.positives) > rarer / 10
+        if unlike and rows < CALIBRATED:
+            logits, labels, *weights = self._predict_first(self._seen(), CALIBRATED)
         if later is not None:
             later = later[0] + self._shift, *later[1:]
-        scale, shift = fit_calibration((logits + self._shift, *rest), later)
+        scale, shift = fit_calibration((logits + self._shift, labels, *weights), later)
         shift += (scale - 1) * self._shift
         self._set_calibration(scale, shift)
         return scale, shift

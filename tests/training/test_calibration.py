@@ -105,16 +105,22 @@ def test_states_are_compared_at_the_odds_of_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("positives", "wanted"),
-    [(0.25, 2048 * 4), (0.75, 2048 * 4), (0.01, 32768), (0.0, 32768)],
+    ("positives", "first", "wanted"),
+    [
+        (0.25, 0.25, 2048 * 4),
+        (0.75, 0.75, 2048 * 4),
+        (0.25, 0.5, 2048 * 4 + 32768),  # sorted rows: the first ones are unlike the others
+        (0.01, 0.25, 32768),
+        (0.0, 0.25, 32768),
+    ],
 )
-def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, wanted):
+def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, first, wanted):
     count, size = 100_000, 64
     split = Split(files=("train.parquet",), rows=count, positives=int(positives * count))
     seen = MagicMock(rows=count, batch_size=size, __len__=lambda _: count // size)
     seen.meta.splits = {"train": split}
     logits = torch.full((1, size), 0.5)
-    labels = (torch.arange(size) < 16).float()
+    labels = (torch.arange(size) < first * size).float()
     batch = Batch(logits, torch.zeros(1, size, dtype=torch.int64), labels)
     read = []
     seen.__iter__.return_value = (read.append(size) or batch for _ in range(count // size))
@@ -125,4 +131,4 @@ def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, wanted):
     assert sum(read) == wanted
     scale, shift = model.calibration.tolist()
     assert scale == 1
-    assert 1 / (1 + math.exp(-0.5 - shift)) == pytest.approx(0.25, abs=1e-6)
+    assert 1 / (1 + math.exp(-0.5 - shift)) == pytest.approx(first, abs=1e-4)
