@@ -89,9 +89,6 @@ def read(runs: list[Path]) -> pd.DataFrame:
         ValueError: a ``result.json`` was not written by ``train.py``.
     """
     runs = [run for path in runs for run in _runs_in(path)]
-    rows = []
-    seen: set[tuple[str, object]] = set()
-
     finished = [run for run in runs if (run / RESULT).is_file()]
     if others := [str(run) for run in runs if run not in finished]:
         reason = f"no {RESULT} in {', '.join(others)}: not a run directory, or not finished"
@@ -99,20 +96,20 @@ def read(runs: list[Path]) -> pd.DataFrame:
             raise FileNotFoundError(reason)
         print_error(f"left out: {reason}")
 
+    # Runs of a group have the same data and options, but for the seed.
+    rows = []
+    seen: set[tuple[str, object]] = set()
     results = [read_result(run) for run in finished]
     data = _name_data([_identity(result) for result in results])
     for run, result, name in zip(finished, results, data, strict=True):
-        options, seed = (
-            changed_options(result["options"], available()),
-            result["options"].get("seed"),
-        )
+        options = changed_options(result["options"], available())
+        seed = result["options"].get("seed")
         same = {key: value for key, value in options.items() if key not in ("seed", "data")}
         same |= {"data": name, "emb": result["options"]["emb"]}
         group = json.dumps(same, sort_keys=True)
         if (group, seed) in seen:
             print_error(f"left out: {run} repeats the seed of an earlier run")
             continue
-
         seen.add((group, seed))
 
         names = {"run": run.name, "data": name, "emb": _kind(result["options"], options)}

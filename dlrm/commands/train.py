@@ -116,7 +116,7 @@ class Run:
         self.step.losses.load(self.progress.losses)
 
         step, place = self.progress.steps if resumed else None, self.checkpoints.directory
-        self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
+        self.finished = world.from_first(lambda: tracking.finished(place, step, self.options))
         self.tracker = tracking.Tracker(place, step=step, active=world.first and not self.finished)
         self._print_plan(resolved, spec, ids, sharding.text if sharding else "")
 

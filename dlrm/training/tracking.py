@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
 from annotated_types import MinLen
 from torch.utils.tensorboard import SummaryWriter
 
@@ -216,20 +215,19 @@ def read_result(directory: Path) -> dict[str, Any]:
     return dict(result)
 
 
-def finished(directory: Path, step: int | None, options: str) -> dict[str, float]:
+def finished(directory: Path, step: int | None, options: Mapping[str, Any]) -> dict[str, float]:
     """The final metrics of a run if it has finished at a step with the same options; else empty.
     One that follows days is never finished: there may be more of them.
 
     Args:
         directory: of the run.
         step: from which it is resumed; None for a new run.
-        options: as YAML.
+        options: nested, as in its file.
     """
-    given = yaml.safe_load(options)
-    if step is None or given.get("follow") or not (directory / RESULT).is_file():
+    if step is None or options.get("follow") or not (directory / RESULT).is_file():
         return {}
     result = read_result(directory)
-    same = result.get("steps") == step and result["options"] == given
+    same = result.get("steps") == step and result["options"] == options
     return {k: math.nan if v is None else v for k, v in result["metrics"].items()} if same else {}
 
 

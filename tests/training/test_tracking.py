@@ -176,12 +176,12 @@ def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
 
 
 def test_a_run_has_finished_at_a_step_with_its_options(tmp_path):
-    assert finished(tmp_path, 3, "emb: tt\n") == {}
+    assert finished(tmp_path, 3, {"emb": "tt"}) == {}
     Tracker(tmp_path).finish({"emb": "tt"}, {"test/auc": 0.5, "val/auc": float("nan")}, steps=3)
-    found = finished(tmp_path, 3, "emb: tt\n")
+    found = finished(tmp_path, 3, {"emb": "tt"})
     assert found["test/auc"] == 0.5
     assert np.isnan(found["val/auc"])
-    for step, options in ((2, "emb: tt\n"), (3, "emb: qr\n"), (None, "emb: tt\n")):
+    for step, options in ((2, {"emb": "tt"}), (3, {"emb": "qr"}), (None, {"emb": "tt"})):
         assert finished(tmp_path, step, options) == {}
 
 
