@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dlrm.distributed.world import agree_on_attempt
+from dlrm.training.checkpoint import read_index
 from tests.kit import children, losses, write_synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +35,15 @@ def given(data, tmp_path):
 
 
 def wait_for_step(process, output, step):
-    """Wait until a run below ``output`` has logged a step."""
+    """Wait until a run below ``output`` has logged a step and saved the checkpoint before it."""
+
+    def reached():
+        logged = any(f'"step": {step},' in p.read_text() for p in output.glob("*/metrics.jsonl"))
+        indexes = [read_index(run) for run in output.iterdir()]
+        return logged and (step < 10 or any(index and index.latest for index in indexes))
+
     deadline = time.monotonic() + 120
-    while not any(f'"step": {step},' in p.read_text() for p in output.glob("*/metrics.jsonl")):
+    while not reached():
         assert process.poll() is None, "".join(p.read_text() for p in output.glob("error*"))
         assert time.monotonic() < deadline
         time.sleep(0.005)
