@@ -62,8 +62,10 @@ ON_GPU = {
     "basis": Entry("basis"),
     "dynamic": Entry("dynamic"),
     "dynamic_host": Entry("dynamic --host"),
-    "offload": Entry("offload --variants dense offload --rules sgd rowwise_adagrad adam", 600),
-    "offload_large": Entry("offload --large --variants offload --rules sgd", 600),
+    "offload": Entry(
+        "offload --variants dense offload 'offload, 1.5%' --rules sgd rowwise_adagrad adam", 600
+    ),
+    "offload_large": Entry("offload --large --variants 'offload, 1.5%' --rules sgd", 600),
     "pages": Entry("pages"),
     "distributed": Entry("distributed", 600, gpus=2),
     "loader": Entry("loader"),
