@@ -1,6 +1,7 @@
 """Every benchmark runs on small inputs, and reports no times of a wrong result."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -190,7 +191,7 @@ class TestAll:
 
 def test_every_suite_names_benchmarks():
     for entry in [*suite.ON_GPU.values(), *suite.ON_CPU.values()]:
-        name, *options = entry.command.split()
+        name, *options = shlex.split(entry.command)
         run.parser_of(name).parse_args(options)
 
 
