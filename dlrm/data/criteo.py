@@ -20,7 +20,7 @@ from dlrm.data.prepare.spill import Spilled
 from dlrm.data.prepare.splitting import Splitter
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
-from dlrm.data.prepare.vocabulary import COUNTS, read_vocabulary
+from dlrm.data.prepare.vocabulary import vocabulary_size
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.utils.messages import did_you_mean
@@ -161,7 +161,7 @@ def inherit_options(options: Options) -> Options:
         )
     for column in meta.categorical:
         path = directory / Meta.vocabulary_file(column.name)
-        rows = len(read_vocabulary(path, COUNTS, directory))
+        rows = vocabulary_size(path, directory)
         if rows != column.cardinality and options.ids == "vocabulary":
             raise ValueError(
                 f"{path} can't be the vocabulary: it has {rows} rows, {META_FILE} says "

@@ -142,15 +142,15 @@ class RawFile:
         self.sha256 = file.sha256()
 
     def _row_groups(self) -> Iterator[ParquetPart]:
-        size = self.path.stat().st_size
+        size, folders = self.path.stat().st_size, folder_columns(self.path)
         try:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 done = 0
                 for rows in map(with_plain_types, file.iter_batches(PARQUET_ROWS)):
                     done += rows.num_rows
                     for name in self.names[rows.num_columns :]:
-                        value = pa.scalar(folder_columns(self.path)[name])
-                        rows = rows.append_column(name, pa.repeat(value, rows.num_rows))
+                        values = pa.repeat(pa.scalar(folders[name]), rows.num_rows)
+                        rows = rows.append_column(name, values)
                     consumed = size * done // max(1, file.metadata.num_rows)
                     yield ParquetPart(path=self.path, batch=rows, consumed=consumed)
         except (pa.ArrowException, OSError) as error:

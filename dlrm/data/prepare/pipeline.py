@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import pyarrow as pa
+
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
 from ..evidence import with_effects
@@ -170,7 +172,8 @@ class Preparation:
         )
         if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
             paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
-            counts_of_ids = [read_vocabulary(path, COUNTS)["count"].to_numpy() for path in paths]
+            only = pa.schema([COUNTS.field("count")])  # the row number is the id
+            counts_of_ids = [read_vocabulary(path, only)["count"].to_numpy() for path in paths]
             found = with_effects(work.directory, meta, counts_of_ids)
             meta = found if self.earlier is None else replace(found, dense=meta.dense)
         meta.write(work.directory)

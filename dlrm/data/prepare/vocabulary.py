@@ -7,7 +7,8 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -264,12 +265,26 @@ def read_vocabulary(
     Raises:
         ValueError: the file cannot be read, or has other columns.
     """
+    with _opened(path, data) as file:
+        there = set(file.schema_arrow.names)
+        schema = pa.schema([*schema, *(column for column in further if column.name in there)])
+        table = file.read(columns=schema.names)
+        return whole_table(table, file.metadata.num_rows).cast(schema)
+
+
+def vocabulary_size(path: Path, data: object = "the data") -> int:
+    """The number of ids, from the footer of a vocabulary file; errors as of
+    :func:`read_vocabulary`."""
+    with _opened(path, data) as file:
+        return int(file.metadata.num_rows)
+
+
+@contextmanager
+def _opened(path: Path, data: object) -> Iterator[pq.ParquetFile]:
+    """Open a vocabulary file; errors in the block name it, and what to prepare again."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            there = set(file.schema_arrow.names)
-            schema = pa.schema([*schema, *(column for column in further if column.name in there)])
-            table = file.read(columns=schema.names)
-            return whole_table(table, file.metadata.num_rows).cast(schema)
+            yield file
     except (pa.ArrowException, ValueError, OSError) as error:
         raise ValueError(
             f"{path} can't be read as a vocabulary ({reason(error)}); prepare {data} again"
