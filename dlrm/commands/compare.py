@@ -96,7 +96,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
             raise FileNotFoundError(reason)
         print_error(f"left out: {reason}")
 
-    # Runs of a group have the same data and options, but for the seed.
+    # Runs of a group have the same data and options, except for the seed.
     rows = []
     seen: set[tuple[str, object]] = set()
     results = [read_result(run) for run in finished]

@@ -86,8 +86,8 @@ class Run:
         self.model, sharding = build_model(config, spec, meta, world, ids.counts)
         self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
-            fitted = partial(fit, new_rows=config.new_rows, seed=config.seed)
-            self.trained = fitted(self.model, config.init_from, config.data, meta, world)
+            given = self.model, config.init_from, config.data, meta, world
+            self.trained = fit(*given, new_rows=config.new_rows, seed=config.seed)
 
         optimizers, odds = build_optimizers(config.optim, self.model), weight_odds(config, meta)
         self.schedule = Schedule(optimizers, **config.optim.schedule)
