@@ -16,16 +16,18 @@ unexplained would add noise to a model, so a preparation leaves it out.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..utils.cpus import cpu_count
 from .parquet import RowGroupReader, Rows
 from .prepare.rates import rate_names
 from .schema import Meta
+from .threads import map_in_order
 
 MOST_ROWS = 1 << 20  # training rows to read; of a larger split, evenly spaced row groups
 MOST_VALUES = 1 << 16  # of a number, to find bins
@@ -71,59 +73,86 @@ class _Column:
         counts: ArrayLike,
         num_rows: int,
     ) -> None:
+        counts = np.asarray(counts)
+        self.size = len(counts)
+        if self.size > len(ids):  # most ids are in none of the rows, and take no memory then
+            found = np.zeros(self.size, bool)
+            found[ids] = True
+            ids, counts = np.cumsum(found, dtype=np.int32)[ids] - 1, counts[found]
+
         self.ids, self.rows = ids, rows
         self.ranges = range_of(counts)
         self.seen: Floats = np.bincount(ids, minlength=len(self.ranges)).astype(float)
         self.lengths = None if rows is None else np.bincount(rows, minlength=num_rows).clip(1)
+        self.seen_by_range = self.by_range(self.seen)
+        self.pairs = self.by_range(self.seen * (self.seen - 1))  # of different rows
         self.means = np.zeros(len(self.ranges))
 
-    def score(self) -> Floats:
-        """The mean of what the ids of each row say, ``[N]``."""
-        means = self.means[self.ids]
+    def by_range(self, per_id: Floats) -> Floats:
+        """The sums ``[RANGES]`` of figures ``[V]`` of the ids."""
+        return np.bincount(self.ranges, per_id, RANGES).astype(float)
+
+    def score(self, means: Floats) -> Floats:
+        """The mean of what the ids of each row say, ``[N]``, if they say ``means``."""
+        own = means[self.ids]
         if self.rows is None or self.lengths is None:
-            return means
-        sums: Floats = np.bincount(self.rows, means, len(self.lengths)).astype(float)
+            return own
+        sums: Floats = np.bincount(self.rows, own, len(self.lengths)).astype(float)
         return sums / self.lengths
+
+    def sums(self, residuals: Floats) -> tuple[Floats, Floats]:
+        """The sums for each id of the residuals that are left without this column, and of their
+        squares.
+
+        Args:
+            residuals: of all rows, with all columns, ``[N]``.
+        """
+        values = residuals if self.rows is None else (residuals + self.score(self.means))[self.rows]
+        sums: Floats = np.bincount(self.ids, values, len(self.seen)).astype(float)
+        squares = np.bincount(self.ids, values * values, len(self.seen)).astype(float)
+        if self.rows is None:  # the same as adding the score of each row first
+            squares += self.means * (2 * sums + self.means * self.seen)
+            sums += self.means * self.seen
+        return sums, squares
 
     def effects(self, residuals: Floats) -> tuple[Floats, Floats, Floats]:
         """Effects by range.
 
         Args:
-            residuals: of all rows, without what this column explains, ``[N]``.
+            residuals: see :meth:`sums`.
 
         Returns:
             The effects ``[RANGES]``, the mean residual of the range of each id, and the sums of the
             residuals of each id, less this mean.
         """
-        values = residuals if self.rows is None else residuals[self.rows]
-        sums: Floats = np.bincount(self.ids, values, len(self.seen)).astype(float)
-        squares = np.bincount(self.ids, values * values, len(self.seen)).astype(float)
-
-        def by_range(per_id: Floats) -> Floats:
-            return np.bincount(self.ranges, per_id, RANGES).astype(float)
+        sums, squares = self.sums(residuals)
+        variance = _variance(sums, squares, len(self.ids))
 
         # What counts alone explain is no effect of an id.
-        means = (by_range(sums) / by_range(self.seen).clip(1))[self.ranges]
+        means = (self.by_range(sums) / self.seen_by_range.clip(1))[self.ranges]
         squares += means * (means * self.seen - 2 * sums)
         sums -= means * self.seen
 
-        # Over pairs of different rows.
-        pairs, products = self.seen * (self.seen - 1), sums**2 - squares
-        variance = (len(values) and values.var()) or 1  # lists may all be empty
-        effects = _smooth(by_range(products) / variance, by_range(pairs))
+        effects = _smooth(self.by_range(sums**2 - squares) / variance, self.pairs)
         return effects, means, sums
 
     def explains(self, residuals: Floats) -> bool:
         """Whether the mean residuals of the ids, here bins of a number, differ by more than chance.
 
         Args:
-            residuals: see :meth:`effects`.
+            residuals: see :meth:`sums`.
         """
-        bins, rows = np.flatnonzero(self.seen), self.seen[self.seen > 0]
-        sums = np.bincount(self.ids, residuals, len(self.seen))[bins]
-        chi_square = (sums**2 / rows).sum() / (residuals.var() or 1)
-        freedom = len(bins) - 1
+        sums, squares = self.sums(residuals)
+        variance = _variance(sums, squares, len(residuals))
+        chi_square = (sums**2 / self.seen.clip(1)).sum() / variance
+        freedom = np.count_nonzero(self.seen) - 1
         return bool(chi_square > freedom + SURE * np.sqrt(2 * freedom))
+
+
+def _variance(sums: Floats, squares: Floats, count: int) -> float:
+    """The variance of values, from sums of theirs and of their squares; 1 instead of 0."""
+    count = max(count, 1)  # lists may all be empty
+    return max(squares.sum() / count - (sums.sum() / count) ** 2, 0.0) or 1.0
 
 
 def _smooth(products: Floats, pairs: Floats) -> Floats:
@@ -153,25 +182,25 @@ def estimate_effects(
     """
     residuals = labels - labels.mean()
     alone = [column.effects(residuals)[0] for column in columns]
-    order = sorted([*numbers, *columns], key=lambda column: len(column.means))
+    order = sorted([*numbers, *columns], key=lambda column: column.size)
     for _ in range(SWEEPS):
         for column in order:
-            residuals += column.score()
             effects, means, sums = column.effects(residuals)
             shrink = 1 / effects.clip(SMALLEST)[column.ranges]
+            before = column.means
             column.means = means + sums / (column.seen + shrink)
-            residuals -= column.score()
+            residuals -= column.score(column.means - before)
 
-    beyond = [column.effects(residuals + column.score())[0] for column in columns]
+    beyond = [column.effects(residuals)[0] for column in columns]
     found = [own + ALONE * other for own, other in zip(beyond, alone, strict=True)]
-    explain = [number.explains(residuals + number.score()) for number in numbers]
+    explain = [number.explains(residuals) for number in numbers]
     return [tuple(own.round(6).tolist()) for own in found], explain
 
 
 def with_effects(
     directory: str | os.PathLike[str],
     meta: Meta,
-    counts: Sequence[ArrayLike],
+    counts: Iterable[ArrayLike],
     most_rows: int = MOST_ROWS,
 ) -> Meta:
     """Estimate the effects of all columns from training rows, in bounded memory.
@@ -191,7 +220,7 @@ def with_effects(
     reader = RowGroupReader(directory, replace(meta, weight=None))
     row_groups = reader.row_groups("train")
     every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
-    parts = [reader.read(row_group) for row_group in row_groups[::every]]
+    parts = list(map_in_order(reader.read, row_groups[::every], cpu_count()))
 
     labels = np.concatenate([part.labels for part in parts]).astype(float)
     columns = [_column(parts, at, count) for at, count in enumerate(counts)]

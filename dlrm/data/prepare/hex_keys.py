@@ -102,7 +102,8 @@ def sort_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     as fast as an argsort.
     """
     assert len(keys) < 1 << POSITION_BITS
-    packed = (keys - MISSING).astype(np.uint64) << np.uint64(POSITION_BITS)
+    packed = (keys - MISSING).view(np.uint64)
+    packed <<= np.uint64(POSITION_BITS)
     packed |= np.arange(len(keys), dtype=np.uint64)
     packed.sort()
     position = (packed & np.uint64((1 << POSITION_BITS) - 1)).view(np.int64)

@@ -215,14 +215,15 @@ class Learner:
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
         with atomic_write(self.work / "ids" / str(index)) as temporary:
-            # The values of all features with this vocabulary; those of this one come first.
+            # The values of all features with this vocabulary; those of this one come first. Counts
+            # have no name here, as a name would keep those of a chunk: up to 0.3 GB.
             keys: Keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
-            entries = 0
             for each in plan.same_vocabulary(feature):
                 for blocks in self._chunks(each):
-                    occurrences = [self._occurrences(each, block) for block in blocks]
-                    keys.add([block.dictionary(each) for block in blocks], occurrences)
-                    entries += sum(map(len, occurrences)) if each is feature else 0
+                    keys.add(
+                        [block.dictionary(each) for block in blocks],
+                        [self._occurrences(each, block) for block in blocks],
+                    )
 
             # Their ids.
             values, counts = keys.ordered()
@@ -238,6 +239,7 @@ class Learner:
 
             chunks = ([b.dictionary(feature) for b in blocks] for blocks in self._chunks(feature))
             keys.write_ids(ids, chunks)
+            entries = sum(block.entries[feature.name] for block in self.blocks)
             os.truncate(temporary, entries * np.dtype(np.int32).itemsize)
         if feature.name in plan.rated:
             self._count_positives(index, feature, vocabulary)

@@ -173,7 +173,7 @@ class Preparation:
         if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
             paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
             only = pa.schema([COUNTS.field("count")])  # the row number is the id
-            counts_of_ids = [read_vocabulary(path, only)["count"].to_numpy() for path in paths]
+            counts_of_ids = (read_vocabulary(path, only)["count"].to_numpy() for path in paths)
             found = with_effects(work.directory, meta, counts_of_ids)
             meta = found if self.earlier is None else replace(found, dense=meta.dense)
         meta.write(work.directory)
