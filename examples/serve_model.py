@@ -111,7 +111,7 @@ def read_manifest(export: Path) -> dict[str, Any]:
     """
     path = export / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{export} is no export: make one with dlrm export RUN {export}")
+        raise ValueError(f"{export} is no export: make one with dlrm export RUN EXPORT")
     try:
         with path.open("rb") as file:
             content = file.read(MANIFEST_BYTES + 1)

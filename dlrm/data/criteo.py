@@ -143,7 +143,7 @@ def inherit_options(options: Options) -> Options:
     for name in ("ids", "vocabulary", "min_count", "cap", "dense_transform"):
         flag = f"--{name.replace('_', '-')}"
         if name not in known:
-            raise ValueError(f"--ids-of {directory}: this data was not made by prepare_criteo.py")
+            raise ValueError(f"--ids-of {directory}: this data was not made with --criteo")
         inherited[name], given = known[name], getattr(options, name)
         if given not in (getattr(Options(), name), inherited[name]):
             how = "without it" if inherited[name] is None else f"with {inherited[name]}"

@@ -243,6 +243,9 @@ def test_rows_that_do_not_fit(criteo, table, predict, refused, tmp_path):
     assert "no such file" in refused(trained, tmp_path / "none.csv")
     write_csv(path, [{**rows[0], "row": 1}])
     assert "'row' can't be passed through" in refused(trained, path, "--keep", "row")
+    write_csv(path, [{**rows[0], "clicked": "yes"}])
+    assert "the value is 'yes'; it must be 0 or 1" in (message := refused(trained, path))
+    assert "correct it, or leave the column out: scores need no label" in message
     path.write_text("")
     assert "new.csv is empty" in refused(trained, path)
     path.write_text(",".join(rows[0]) + "\n")
@@ -277,7 +280,7 @@ def test_data_of_another_preparation_is_refused(criteo, programs, run, refused, 
     assert metas[0].fingerprint != metas[1].fingerprint
     message = refused(trained, other)
     assert f"{other} was prepared separately from the data of {trained}" in message
-    assert "prepare_criteo.py --ids-of RUN/preparation" in message
+    assert "dlrm prepare --criteo --ids-of RUN/preparation" in message
     assert run("evaluate", trained, other, *CPU, status=2).stderr == message
     init = ("--init_from", trained, "--output", tmp_path)
     done = run("train", "--data", other, *SMALL[:-1], "new", *init, status=2)
@@ -356,6 +359,8 @@ def test_the_model_in_python(criteo, table, predict, tmp_path):
         model.predict({**frame[:2].to_dict("list"), "price": ["1", "x"]})
     with pytest.raises(ValueError, match="the rows are no table"):
         model.predict(3)
+    with pytest.raises(ValueError, match=r"no table: .*; of a single row, make \[{...}\]"):
+        model.predict({"price": 3, "user": "u1"})
 
     directory, lines = criteo
     expected = predict(directory / "run", directory / "data")["probability"].to_numpy()

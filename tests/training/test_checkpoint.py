@@ -311,6 +311,9 @@ def test_others_are_refused(run, tmp_path, caplog):
         found.load(make("dense", rule="adam")[1].bottom_mlp)
     with pytest.raises(FileNotFoundError, match="is not a checkpoint: name a run directory"):
         Checkpoint.open(run / "checkpoints")
+    (tmp_path / "manifest.json").write_text('{"format": "dlrm export"}')
+    with pytest.raises(ValueError, match="its format is 'dlrm export', not 'dlrm checkpoint'"):
+        Checkpoint.open(tmp_path)
     old = tmp_path / "old" / "checkpoints" / "step_1"
     old.mkdir(parents=True)
     (old / "about.pt").write_bytes(b"")

@@ -55,8 +55,8 @@ class LabelRule:
         """Whether a missing label counts as 0 or 1, as with ``bought_at != ''``."""
         return self.operator in ("==", "!=") and not self.value
 
-    def apply(self, array: pa.Array, name: str) -> pa.Array:
-        """``[n]`` labels as uint8.
+    def apply(self, array: pa.Array, name: str, *, required: bool = True) -> pa.Array:
+        """``[n]`` labels as uint8. Where they are not ``required``, an error says so.
 
         Raises:
             BadValue: a label is missing or another value.
@@ -75,10 +75,11 @@ class LabelRule:
             return _mapped(array, name, {_plain(self.value): equal}, must, "", other=1 - equal)
 
         # Values that are listed, or 0 and 1.
+        optional = "" if required else "correct it, or leave the column out: scores need no label"
         if self.positive is None:
             rule = "it must be 0 or 1 (false or true), as a model has one binary label"
             hint = "say which values count as 1, as in --label 'rating >= 4' or --positive yes"
-            return _mapped(array, name, LABELS, rule, hint)
+            return _mapped(array, name, LABELS, rule, optional or hint)
 
         ones = dict.fromkeys(map(_plain, self.positive), 1)
         if self.negative is None or ALL_OTHERS in self.negative:
@@ -86,7 +87,7 @@ class LabelRule:
         rule = f"it must be {_listed(self.positive)} (counts as 1) or {_listed(self.negative)} (0)"
         hint = "correct it, or list all values that count as 0 with negative: in the YAML"
         zeros = dict.fromkeys(map(_plain, self.negative), 0)
-        return _mapped(array, name, zeros | ones, rule, hint)
+        return _mapped(array, name, zeros | ones, rule, optional or hint)
 
 
 def split_comparison(label: str) -> tuple[str, LabelRule] | None:
@@ -138,7 +139,7 @@ def labels(
         there = pc.not_equal(texts, "").fill_null(False)
         # Any label in place of a missing one, so that errors name the right row.
         some = rule.positive[0] if rule.positive else rule.value or "1"
-        found = rule.apply(pc.if_else(there, texts, some), name)
+        found = rule.apply(pc.if_else(there, texts, some), name, required=False)
         return pc.if_else(there, found, pa.scalar(None, pa.uint8()))
     except BadValue as error:
         error.remedy = ""

@@ -85,11 +85,11 @@ def require_same_ids(
     """
     if None in (trained, meta.fingerprint) or trained == meta.fingerprint:
         return
-    program = "criteo" if "dense_transform" in meta.options else "table"
+    criteo = " --criteo" * ("dense_transform" in meta.options)
     raise ValueError(
         f"{data} was prepared separately from the data of {model}, so its ids stand for other "
         f"values: score the raw rows with dlrm predict, or prepare them with "
-        f"prepare_{program}.py --ids-of RUN/preparation"
+        f"dlrm prepare{criteo} --ids-of RUN/preparation"
     )
 
 

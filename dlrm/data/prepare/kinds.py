@@ -29,6 +29,7 @@ HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
 SURE = 4.0  # standard deviations
 MOST = 3.0  # a trend explains this much more than what is left
 MANY_VALUES, DEGREE = 100, 5  # of so many values, a curve may rise and fall, and explains more
+EXACT, LARGE = 2**53, "of 16 digits and more"  # a float does not hold every larger integer
 LIKELY_YEARS = (20, 80)  # since 1970, of numbers that may be times
 ID_NAME = re.compile(
     r"(?:^|[_. ]|(?-i:[a-z](?=[A-Z])))"
@@ -91,11 +92,11 @@ def find_kind(
         values = sample.to_numpy(zero_copy_only=False)
         there = values[~np.isnan(values)]
         if len(there) and (np.floor(there) == there).all():
-            if np.abs(there).max() < 2**53:
+            if np.abs(there).max() < EXACT:
                 whole = pa.array(values, from_pandas=True).cast(pa.int64())
                 return _find_integer(name, "whole numbers", whole, labels)
-            if untyped and np.median(np.abs(there)) >= 2**53:
-                why = f"integers of 16 digits and more{_repeats(sample)}"
+            if untyped and np.median(np.abs(there)) >= EXACT:
+                why = f"integers {LARGE}{_repeats(sample)}"
                 return InferredKind(kind="category", why=why)
     if pa.types.is_time(kind) and untyped:
         return InferredKind(kind="category", why=f"times of the day, {_often(sample)}")
@@ -170,6 +171,8 @@ def _find_integer(
     if unit := find_time_unit(present):
         given = "time" if unit == "s" else {"kind": "time", "unit": unit}
         return InferredKind(kind="number", why=what + _alternative(name, given))
+    if len(present) and np.median(np.abs(present.astype(np.float64))) >= EXACT:
+        return InferredKind(kind="category", why=f"{what} {LARGE}{_repeats(sample)}")
     if len(sample) < ENOUGH_ROWS or len(distinct) > len(present) / 2:
         why = "in few rows" if len(sample) < ENOUGH_ROWS else "that hardly repeat"
         return InferredKind(kind="number", why=f"{what} {why}{_alternative(name, 'category')}")

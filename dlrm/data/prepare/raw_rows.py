@@ -108,6 +108,8 @@ def as_batch(rows: Any) -> pa.RecordBatch:
         advice = "give a DataFrame, an Arrow table, a mapping of columns, or a list of mappings"
         if hasattr(rows, "columns") or isinstance(rows, Mapping):
             advice = "give columns names of their own, and each values of one type"
+        if isinstance(rows, Mapping):
+            advice = "give each column a list of values of one type; of a single row, make [{...}]"
         raise ValueError(f"the rows are no table: {error}; {advice}") from None
     columns = [column.combine_chunks() for column in rows.columns]
     return with_plain_types(pa.RecordBatch.from_arrays(columns, names=rows.schema.names))

@@ -55,8 +55,9 @@ def manifest_from_json(text: bytes) -> Manifest:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
 
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
-        raise ValueError(f"it is not the manifest of a {FORMAT}")
+    found = outer.get("format") if isinstance(outer, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"its format is {found!r:.50}, not {FORMAT!r}")
     if outer.get("version") != VERSION:
         raise ValueError(
             f"it has version {outer.get('version')!r:.50}, this program reads {VERSION}"

@@ -209,7 +209,7 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
     with pytest.raises(ValueError, match=r"--cap is 7, but .*known was prepared without it"):
         quiet(later, others, Options(ids_of=str(known), cap=7))
     (known / "meta.json").write_text(json.dumps(meta | {"options": {}}))
-    with pytest.raises(ValueError, match="was not made by prepare_criteo"):
+    with pytest.raises(ValueError, match="was not made with --criteo"):
         quiet(later, others, Options(ids_of=str(known)))
 
 

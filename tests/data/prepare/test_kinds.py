@@ -66,6 +66,15 @@ FREE = RNG.random(20_000)
 MINUTES = RNG.integers(60, 360, 20_000)
 
 
+@pytest.mark.parametrize("type_", [np.int64, np.uint64, np.float64])
+def test_integers_that_are_too_large_for_numbers_are_ids(type_):
+    """Hashes of 64 bits: numbers would hold neither which of them are equal nor what they mean."""
+    values = (2**62 + COUNTS * 2**40).astype(type_)
+    for sample in (values, -values) if type_ == np.int64 else (values,):
+        found = find_kind("page", pa.array(sample), True, (FREE < 0.2).astype(np.uint8))
+        assert (found.kind, found.why) == ("category", "integers of 16 digits and more")
+
+
 @pytest.mark.parametrize("whole_floats", [False, True])
 @pytest.mark.parametrize(
     ("name", "values", "labels", "kind", "why"),
