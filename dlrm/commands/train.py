@@ -72,7 +72,8 @@ class Run:
             synthetic.write_demo(config.data)
         world.wait()
         meta = Meta.read(config.data, allow_outside=config.loader.allow_outside)
-        sizes = pace.batch_size(config, meta), config.eval_batch_size
+        size = pace.batch_size(config, meta, world.size, self.checkpoints.batch_size)
+        sizes = size, config.eval_batch_size
         options = asdict(config.loader) | {"seed": config.seed, "device": device}
         self.loaders = RunLoaders(world, *sizes, config.negatives, config.group, options)
         self.train_data = self.loaders.training(config.data, days=bool(config.follow))
@@ -111,7 +112,7 @@ class Run:
 
         parts = self.model, optimizers, self.train_data
         about = {"spec": spec, "config": self.options}
-        self.progress = self.checkpoints.begin(*parts, **about, batch_size=sizes[0])
+        self.progress = self.checkpoints.begin(*parts, **about, batch_size=size)
         self.schedule.fine_tune = self.progress.fine_tune
         self.step.losses.load(self.progress.losses)
 
@@ -290,7 +291,7 @@ class Run:
         self.tracker.log(self.steps, sizes)
 
         note_plan(config, spec, sizes["embeddings/compression"])
-        steps, small = pace.planned(config, meta, len(self.train_data))
+        steps, small = pace.planned(config, meta, len(self.train_data), self.loaders.batch_size)
         opening = report.opening(config.emb, self.model, meta.splits, sizes, steps)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
         shown = sharding, auto_plan(config, spec, tables, ids), opening, small, sampled

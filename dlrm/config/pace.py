@@ -16,12 +16,24 @@ FEW = 500  # validation rows, whose AUC says little: their log loss chooses the 
 LEARNED, LEARNED_LOSS = 100, 10
 
 
-def batch_size(config: RunConfig, meta: Meta) -> int:
-    """Samples per step."""
+def batch_size(
+    config: RunConfig, meta: Meta, processes: int = 1, resumed: int | None = None
+) -> int:
+    """Samples per step, by default a number that the processes can share.
+
+    Args:
+        config: of the run.
+        meta: of the data.
+        processes: how many there are.
+        resumed: the samples per step of the run that is resumed.
+    """
+    if given := config.batch_size or resumed:
+        return given
     rows = meta.splits["train"].rows if meta.has_rows("train") else 0
     steps = SMALL_STEPS if rows < SMALL_TABLE or config.follow else STEPS
     share = 1 << (rows // steps).bit_length() >> 1  # a power of two
-    return config.batch_size or min(max(share, SMALLEST_BATCH), BATCH)
+    size = min(max(share, SMALLEST_BATCH), BATCH)
+    return max(size // processes, 1) * processes
 
 
 def epochs(config: RunConfig, meta: Meta) -> int:
@@ -67,18 +79,22 @@ def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, in
     return every, patience or 0, last_step, by_loss
 
 
-def planned(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, str]:
+def planned(config: RunConfig, meta: Meta, epoch: int, size: int) -> tuple[int, str]:
     """The steps of all epochs, and a note if these are several that nobody asked for.
 
     Args:
         config: of the run.
         meta: of the data.
         epoch: the steps of an epoch.
+        size: samples per step.
     """
     several = epochs(config, meta)
     note = (
         f"note: a small table, so at most {several} epochs of {epoch:,} steps with "
-        f"{batch_size(config, meta)} rows each (--epochs, --batch_size)"
+        f"{size} rows each (--epochs, --batch_size)"
     )
-    found = config.epochs is None and not config.follow and several > 1
-    return several * epoch, note if found else ""
+    if config.epochs is None and not config.follow and several > 1:
+        return several * epoch, note
+    shared = size not in (config.batch_size, batch_size(config, meta))
+    note = f"note: {size} rows each step, which the processes can share (--batch_size)"
+    return several * epoch, note if shared else ""

@@ -282,7 +282,8 @@ class RunConfig:
     given."""
     batch_size: Count | None = None
     """Number of samples per step, over all processes. Default: 512, or a 256th of the training rows
-    if that is less; with fewer than 50,000 rows a 64th, at least 32. Powers of two."""
+    if that is less; with fewer than 50,000 rows a 64th, at least 32. Powers of two, or what several
+    processes can share."""
     eval_batch_size: Count = 16384
     """Number of samples per batch in evaluations."""
     eval_every: Count | None = None

@@ -257,6 +257,17 @@ def test_a_full_disk_of_one_process_is_told(torchrun, data, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["index.json"]
 
 
+def test_a_batch_that_nobody_chose_can_be_shared_and_is_kept(run, torchrun, data, tmp_path):
+    given = [option for option in OPTIONS if option not in ("--batch_size", "180")]
+    common = [*given, "--data", data, "--output", tmp_path, "--name", "run"]
+    done = torchrun(3, "train", *common, "--max_steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "107 steps with 30 rows each (--epochs, --batch_size)" in done.stdout, "not 32"
+    resumed = run("train", "--resume", tmp_path / "run", "--max_steps", "6")
+    assert "107 steps with 30 rows each" in resumed.stdout, "one process keeps them"
+    assert max(losses(tmp_path / "run")) == 6
+
+
 def test_another_batch_is_refused_by_any_number_of_processes(run, torchrun, data, tmp_path):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
     run("train", *common, "--batch_size", "181", "--max_steps", "3")

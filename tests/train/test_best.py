@@ -156,6 +156,10 @@ def test_a_small_table_has_small_batches_and_several_epochs():
         assert pace.batch_size(auto, meta_of(rows)) == size, "the only epoch has 256 steps"
     assert pace.batch_size(RunConfig(follow="days"), meta_of(50_000)) == 512, "days follow"
     assert pace.batch_size(RunConfig(batch_size=7), small) == 7
+    assert pace.batch_size(RunConfig(batch_size=7), small, processes=2, resumed=8) == 7
+    assert pace.batch_size(auto, small, processes=3, resumed=32) == 32
+    for processes, size in ((2, 512), (3, 510), (7, 511), (600, 600)):
+        assert pace.batch_size(auto, small, processes=processes) == size, "they share it"
 
     assert [pace.epochs(auto, meta) for meta in (large, small, meta_of(9, val=0))] == [1, 20, 5]
     assert pace.epochs(RunConfig(epochs=2), small) == 2
@@ -170,9 +174,11 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     assert pace.validations(RunConfig(max_steps=9, patience=1), enough, 40) == (100, 1, 9, False)
 
     note = "note: a small table, so at most 20 epochs of 40 steps with 512 rows each (--epochs, "
-    assert pace.planned(auto, small, 40) == (800, f"{note}--batch_size)")
-    assert pace.planned(auto, large, 40) == (40, "")
-    assert pace.planned(RunConfig(epochs=2), small, 40) == (80, "")
+    assert pace.planned(auto, small, 40, 512) == (800, f"{note}--batch_size)")
+    assert pace.planned(auto, large, 40, 128) == (40, "")
+    assert pace.planned(RunConfig(epochs=2, batch_size=9), small, 40, 9) == (80, "")
+    note = "note: 126 rows each step, which the processes can share (--batch_size)"
+    assert pace.planned(auto, large, 40, 126) == (40, note)
 
 
 def test_the_best_model_is_the_first_of_equal_ones():

@@ -82,6 +82,13 @@ class RunCheckpoints:
         self.timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
         self.writer = CheckpointWriter(self.directory, self.run, world, keep, Index())
 
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per step of the run that is resumed, if its checkpoint says so."""
+        loader = self.resumed.state.loader if self.resumed else None
+        size = loader.order.get("batch_size") if loader else None
+        return size if isinstance(size, int) and size > 0 else None
+
     def begin(
         self,
         model: nn.Module,
