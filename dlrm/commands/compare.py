@@ -3,8 +3,9 @@
 ``dlrm compare runs`` groups the runs that differ only in their seed. It shows the
 mean of each group and, from two seeds on, the standard deviation. If several runs of a group have
 the same seed, only the first one counts. Runs on different data have tables and plots of their own.
-A table lists the options that differ between groups of the same kind, unless they are at their
-default. Directories without a finished run are reported and left out.
+A table lists the options that differ between the groups, and those of tables that differ between
+groups of the same kind, unless they are at their default. Directories without a finished run are
+reported and left out.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ FORMATS = {
 
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
 LOSSES = ("log loss", "NE")  # lower is better
+IN_COLUMNS = ("data", "emb", "budget")
 ACROSS = 3  # panels of a plot in a row
 
 
@@ -178,21 +180,23 @@ def summarize(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _differing_options(summary: pd.DataFrame) -> pd.Series:
-    """The options of each group that differ between the groups of its kind on the same data.
+    """The options of each group that differ between the groups on the same data; those of tables,
+    such as ``tt.rank``, between the groups of the same kind.
 
-    Options at their defaults and the budget, which has a column, are left out. Names are short
-    where that is clear.
+    Options at their defaults and those that have a column are left out. Names are short where that
+    is clear.
     """
     own = {group: json.loads(str(group)) for group in summary.index}
-    differing: dict[str, dict[str, Any]] = {}
-    for _, groups in summary.groupby(["data", "emb"]):
-        names = {name for group in groups.index for name in own[group]} - {"budget"}
-        for group in groups.index:
-            differing[group] = {
-                name: own[group][name]
-                for name in sorted(names & own[group].keys())
-                if any(own[other].get(name) != own[group][name] for other in groups.index)
-            }
+    of_tables = ("tables", *available())
+    differing: dict[Any, dict[str, Any]] = {}
+    for _, groups in summary.groupby("data"):
+        for group, kind in groups["emb"].items():
+            same_kind = groups.index[groups["emb"] == kind]
+            differing[group] = {}
+            for name, value in own[group].items():
+                rivals = same_kind if name.partition(".")[0] in of_tables else groups.index
+                if name not in IN_COLUMNS and any(own[g].get(name) != value for g in rivals):
+                    differing[group][name] = value
     shown = {name for options in differing.values() for name in options}
     leaves = Counter([*available(), *(name.rpartition(".")[2] for name in shown)])
 

@@ -46,6 +46,8 @@ def arguments() -> Parser:
 
 def evaluate(options: Namespace) -> None:
     """Print the metrics as JSON."""
+    if options.plot and not options.importance:
+        raise ValueError("--plot draws what --importance finds: give it too, or leave --plot out")
     trained = TrainedModel.load(
         options.checkpoint,
         options.data,

@@ -465,6 +465,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         tables = {"largest": largest}
         finish(f"largest{largest}", 0.2, emb="robe", tables=tables, optim={"dense": optimizer})
     finish("alone", 0.1, emb="hash", hash={"rows": 5})
+    finish("brief", 0.05, emb="cafe", max_steps=9)
     compare = script("compare")
     table = compare.read(sorted(tmp_path.iterdir()))
     assert set(table["data"]) == {"d"}
@@ -472,7 +473,17 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     summary = compare.summarize(table).set_index("run")
     message = f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run"
     assert message in capsys.readouterr().err
-    alone = ("bf16", "tt", "more", "default", "mixed2", "mixed3", "largestNone", "largest7")
+    alone = (
+        "bf16",
+        "tt",
+        "more",
+        "default",
+        "mixed2",
+        "mixed3",
+        "largestNone",
+        "largest7",
+        "brief",
+    )
     assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1), "alone": 1}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["emb"][["a", "bf16", "tt"]].tolist() == ["dense", "dense bf16", "tt"]
@@ -487,6 +498,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         "largestNone": "optim.dense=sgd",
         "largest7": "optim.dense=adam largest=7",
         "alone": "",
+        "brief": "max_steps=9",  # though no other run is of its kind
     }
 
 

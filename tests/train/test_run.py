@@ -276,6 +276,8 @@ def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, r
     assert weighed.keys() == {*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))}
     assert [line.split()[0] for line in done.stderr.splitlines()[-39:]] == list(weighed)
     assert plot.stat().st_size > 1000
+    done = run("evaluate", tmp_path / "a", data, "--plot", plot, status=2)
+    assert "--plot draws what --importance finds: give it too" in done.stderr
     done = run("evaluate", tmp_path / "a", data, "--group", "C99", status=2)
     assert "has no column 'C99' to group by, did you mean 'C9'? valid: C1" in done.stderr
     for name, value in result(tmp_path / "a").items():
