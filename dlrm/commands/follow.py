@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
-from dlrm.data.days import day_names, next_day
+from dlrm.data.days import day_names, is_later, next_day
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 from dlrm.training import tracking
@@ -128,7 +128,7 @@ class FollowingRun(Run):
         """Print a note on days that have come since, and whose turn is over."""
         names = set(day_names(self._days))
         for name in sorted(names - self._known):
-            if name < self.train_data.path.name:
+            if is_later(self.train_data.path.name, name):
                 late = f"{self._days / name} came after {self.train_data.path.name} was read"
                 print_error(f"note: {late}: days are read in order, so it is left out")
         self._known = names

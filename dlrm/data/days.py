@@ -1,18 +1,28 @@
-"""Prepared days that arrive one after another: a directory for each, in the order of names."""
+"""Prepared days that arrive one after another: a directory for each, in the order of names.
+
+Numbers in names count as numbers: ``day_2`` comes before ``day_10``.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from dlrm.data.schema import META_FILE, Meta
+from dlrm.utils.name_order import in_order_of_numbers
 
 
 def day_names(directory: Path) -> list[str]:
-    """The directories in a directory, by name, whether they are complete or not. Hidden ones are
+    """The directories in a directory, in order, whether they are complete or not. Hidden ones are
     left out.
     """
     entries = directory.iterdir() if directory.is_dir() else ()
-    return sorted(path.name for path in entries if path.name[0] != "." and path.is_dir())
+    names = (path.name for path in entries if path.name[0] != "." and path.is_dir())
+    return sorted(names, key=in_order_of_numbers)
+
+
+def is_later(day: str, than: str) -> bool:
+    """Whether a day comes after another one, by their names."""
+    return in_order_of_numbers(day) > in_order_of_numbers(than)
 
 
 def next_day(directory: Path, after: str = "") -> tuple[Path | None, bool]:
@@ -26,7 +36,7 @@ def next_day(directory: Path, after: str = "") -> tuple[Path | None, bool]:
         after: name of the day before.
     """
     for name in day_names(directory):
-        if name > after:
+        if is_later(name, after):
             return directory / name, (directory / name / META_FILE).is_file()
     return None, False
 

@@ -50,7 +50,7 @@ class World:
     job: str | None = None
     """The job of torchrun and its command line, the same for all attempts; None without torchrun,
     and before :meth:`rendezvous`."""
-    _before_leaving: list[WeakMethod[Callable[[], object]]] = field(
+    _before_leaving: list[Callable[[], Callable[[], object] | None]] = field(
         default_factory=list, repr=False
     )
     _store: dist.Store | None = field(default=None, repr=False)
@@ -106,18 +106,23 @@ class World:
         sys.excepthook = partial(_report_lost_peer, self, sys.excepthook)
         return device
 
-    def before_leaving(self, act: Callable[[], object]) -> None:
+    def before_leaving(self, act: Callable[[], object], *, keep: bool = False) -> None:
         """Call a method before the process group is destroyed, if its object still exists.
 
         Captured graphs with collectives must be deleted by then.
+
+        Args:
+            act: the method.
+            keep: have the object exist until then, even if an error ends the work before.
         """
-        self._before_leaving.append(WeakMethod(act))
+        self._before_leaving.append((lambda: act) if keep else WeakMethod(act))
 
     def leave(self) -> None:
         """Destroy the process group without waiting for the others."""
         for reference in self._before_leaving:
             if (act := reference()) is not None:
                 act()
+        self._before_leaving.clear()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from typing import Any
 from dlrm.export.delta import DELTA, export_delta
 from dlrm.export.directory import MANIFEST, ExportOptions, export_run, read_manifest
 from dlrm.export.programs import has_compiler
+from dlrm.utils.name_order import in_order_of_numbers
 from dlrm.utils.shipped import shipped_program
 from dlrm.utils.signals import SIGNALS, end_with_parent
 
@@ -60,7 +61,8 @@ def export_day(run: Path, run_id: str, step: int, directory: Path, day: str) -> 
             :func:`~dlrm.export.directory.export_run`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    found = sorted(path.parent for path in directory.glob(f"*/{MANIFEST}"))
+    found = [path.parent for path in directory.glob(f"*/{MANIFEST}")]
+    found.sort(key=in_order_of_numbers)
     exports = [path for path in found if path.suffix != ".tmp"]  # which a killed run left
 
     # What is there must be of this run, and of earlier days.

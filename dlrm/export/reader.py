@@ -18,7 +18,7 @@ CARRIED = (
     "data/schema.py",
     *("data/splits.py", "data/threads.py", "data/prepare/*.py"),
     *("utils/__init__.py", "utils/atomic.py", "utils/cpus.py", "utils/documents.py"),
-    *("utils/messages.py", "utils/validation.py"),
+    *("utils/messages.py", "utils/name_order.py", "utils/validation.py"),
 )
 """What is copied, below this package."""
 _INIT = f'''"""Reads raw rows as inputs of the model next to it; see :class:`InputReader`.

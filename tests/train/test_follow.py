@@ -248,6 +248,27 @@ def test_days_that_do_not_fit_are_refused_and_late_ones_are_named(
     assert "day_3 does not continue the days before it: its dense is" in other
 
 
+def test_days_without_rows_and_days_that_are_numbered(follow, run, bring, days_of, tmp_path):
+    directory, first = bring(0), ["--ids-of", tmp_path / "arrived" / "day_0"]
+    for day, rows in (("day_9", 0), ("day_10", 1), ("day_2", 40)):
+        raw = write_day(tmp_path / "raw.csv", 3, rows)
+        split = ["--split", "1", "0", "0"]
+        done = run("prepare_table", raw, "--output", directory / day, *first, *split)
+        assert ("raw.csv has no rows, and so has the result" in done.stderr) == (rows == 0)
+    done = follow("run", directory)
+    assert "day day_9: no rows, it is left out" in done.stdout
+    assert [x["day"] for x in days_of(tmp_path / "run")] == ["day_2", "day_10"]
+
+
+def test_a_damaged_day_keeps_what_was_learned_of_those_before(follow, bring, monkeypatch, tmp_path):
+    directory = bring(0, 1, 2)
+    (directory / "day_2" / "train.parquet").write_bytes(b"PAR1 cut off")
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.3), fsync(file)))  # a slow disk
+    assert "day_2/train.parquet is not a complete" in follow("run", directory, status=2).stderr
+    assert read_index(tmp_path / "run").latest.step == 16
+
+
 def test_tables_with_one_vocabulary_follow_too(run, command, lines, tmp_path):
     directory, first = tmp_path / "arrived", []
     for day in range(2):

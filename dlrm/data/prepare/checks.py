@@ -63,13 +63,22 @@ def count_classes(
     return counts
 
 
-def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object) -> None:
+def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object, *, learns: bool) -> None:
     """Check that there are rows, and that few are left out: more may change what is learned.
+
+    Args:
+        spilled: the rows.
+        bad_rows: what happens to those that do not fit.
+        source: for messages.
+        learns: whether anything is learned of them; otherwise they may be none, as on a quiet day.
 
     Raises:
         ValueError: there are no rows, or more than half of them do not fit.
     """
     bad, rows = spilled.bad, spilled.rows + spilled.bad.count
+    if not rows and not learns:
+        print_error(f"note: {source} has no rows, and so has the result")
+        return
     if not rows:
         raise ValueError(f"{source} has no rows; give a table that has some")
     share = bad.count / rows

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
+from ...utils.name_order import in_order_of_numbers
+
 SUFFIXES = {
     ".csv": "csv", ".tsv": "csv", ".tab": "csv", ".txt": "csv", ".json": "json",
     ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".pq": "parquet",
@@ -55,18 +57,12 @@ def _matches(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        found = [*map(Path, sorted(glob.glob(str(path), recursive=True), key=_numbered))]
+        found = [*map(Path, sorted(glob.glob(str(path), recursive=True), key=in_order_of_numbers))]
         inside = (p for directory in found if directory.is_dir() for p in _matches(directory))
         return [p for p in found if p.is_file()] or [*inside]
     files = [p for p in path.rglob("*") if p.is_file() and suffix(p) in SUFFIXES]
-    files.sort(key=_numbered)
+    files.sort(key=in_order_of_numbers)
     return [p for p in files if not any(n[0] in "._" for n in p.relative_to(path).parts)]
-
-
-def _numbered(path: str | Path) -> list[str | int]:
-    """A key to sort by, in which numbers have their order."""
-    parts = re.split(r"([0-9]+)", str(path))
-    return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def suffix(path: Path) -> str:

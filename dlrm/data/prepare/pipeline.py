@@ -126,7 +126,7 @@ class Preparation:
             workers=workers,
             progress=progress,
         )
-        require_rows(spilled, self.bad_rows, self.source.paths[0])
+        require_rows(spilled, self.bad_rows, self.source.paths[0], learns=self._learns)
         splitter = self.split(spilled)
         self._require_training(spilled, splitter)
 
@@ -178,13 +178,17 @@ class Preparation:
             meta = found if self.earlier is None else replace(found, dense=meta.dense)
         meta.write(work.directory)
 
+    @property
+    def _learns(self) -> bool:
+        """Whether the rows have ids of their own, and are not only given those of earlier ones."""
+        return self.earlier is None or self.earlier.grow
+
     def _require_training(self, spilled: Spilled, splitter: Splitter) -> None:
         """Check that there are rows to learn from, if anything is to be learned."""
-        grow = self.earlier is not None and self.earlier.grow
-        if (self.earlier is not None and not grow) or self.transform.plan.vocabulary == "all":
+        if not self._learns or self.transform.plan.vocabulary == "all":
             return
         if not any(count_selected(splitter.training(block)) for block in spilled.blocks):
-            remedy = "leave --append-new out or " if grow else ""
+            remedy = "leave --append-new out or " if self.earlier is not None else ""
             raise ValueError(
                 f"no rows to learn from: {spilled.rows:,} rows were read and the split leaves none "
                 f"for training; {remedy}choose another split"

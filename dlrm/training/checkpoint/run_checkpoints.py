@@ -67,7 +67,7 @@ class RunCheckpoints:
         self._world = world
         self._lock: RunLock | None = None
         self.saved = -1
-        world.before_leaving(self.release)
+        world.before_leaving(self.release, keep=True)  # what is being written is completed
 
         def hold() -> tuple[Path, str | None, bool]:
             directory, found, own = restarts.choose_run(new, resume, world.job)
