@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ..column_values import is_list
 from .bad_rows import BadValue, shown
-from .hex_keys import hex_keys, modulo
+from .keys import hex_keys, modulo
 from .text_hashes import hash_values, plain_bools
 from .values import as_texts, decoded, encoded, is_text
 

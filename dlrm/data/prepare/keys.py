@@ -1,13 +1,16 @@
 """The distinct values of a column, merged from the dictionaries of its blocks, with their counts.
 
 There are two sorts of keys. :class:`TextKeys` are texts, merged by hashing. :class:`HexKeys` are
-integers, merged by sorting, which is faster and takes less memory where values are many. Both keep
-no more in memory than the distinct values and the dictionaries of one chunk of blocks.
+integers, those of values of up to 8 hex digits, merged by sorting: Criteo's columns have hundreds
+of millions of such values, which take a third of the memory of texts, and are sorted 20 times as
+fast. Both keep no more in memory than the distinct values and the dictionaries of one chunk of
+blocks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from binascii import unhexlify
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from .hex_keys import look_up, sum_counts
-
 CHUNK_ENTRIES = 1 << 22  # of dictionaries whose ids are looked up at a time
+MISSING = -1
+"""Key of a missing value; the key of any other value is the value itself, 0 .. 2**32 - 1."""
+POSITION_BITS = 31
 
 
 class Keys(ABC):
@@ -117,3 +121,104 @@ class TextKeys(Keys):
         for start in range(0, len(entries), CHUNK_ENTRIES):
             part = entries[start : start + CHUNK_ENTRIES]
             part[:] = of_position[part]
+
+
+def hex_keys(values: pa.Array) -> NDArray[np.int64]:
+    """Keys of hex strings: their value, or ``MISSING`` for an empty string.
+
+    Args:
+        values: binary, each with up to 8 hex digits in lower or upper case.
+
+    Raises:
+        ValueError: a value is not hexadecimal or too long.
+    """
+    lengths = pc.binary_length(values).to_numpy()
+    present = lengths > 0
+    if not (lengths[present] == 8).all():
+        values = pc.utf8_lpad(values.filter(pa.array(present)).cast(pa.string()), 8, "0")
+        lengths = pc.binary_length(values).to_numpy()
+        if (lengths > 8).any():
+            raise ValueError("more than 8 hex digits")
+    _, offsets, data = values.buffers()
+    first, last = np.frombuffer(offsets, np.int32)[[values.offset, values.offset + len(values)]]
+    keys = np.full(len(present), MISSING, np.int64)
+    keys[present] = np.frombuffer(unhexlify(memoryview(data or b"")[first:last]), ">u4")
+    return keys
+
+
+def hex_strings(keys: NDArray[np.int64], null: int | None = None) -> pa.Array:
+    """Keys as strings of 8 lower-case hex digits; ``MISSING`` becomes an empty string.
+
+    Args:
+        keys: ``[n]``.
+        null: the position of a key that becomes a null, if there is one; it must be ``MISSING``.
+    """
+    assert len(keys) < 1 << 28  # 32-bit offsets; the largest column of Terabyte has 228 M values
+    present = keys != MISSING
+    data = keys[present].astype(">u4").tobytes().hex().encode()
+    offsets = np.zeros(len(keys) + 1, np.int32)
+    np.cumsum(np.where(present, 8, 0), out=offsets[1:])
+
+    valid = None
+    if null is not None:
+        bits = np.ones(len(keys), bool)
+        bits[null] = False
+        valid = pa.py_buffer(np.packbits(bits, bitorder="little"))
+    return pa.StringArray.from_buffers(
+        len(keys), pa.py_buffer(offsets), pa.py_buffer(data), valid, -1 if null is None else 1
+    )
+
+
+def modulo(keys: NDArray[np.int64], cap: int | None) -> NDArray[np.int64]:
+    """The keys modulo ``cap``, if there is one; a missing value stays one."""
+    return keys if cap is None else np.where(keys == MISSING, MISSING, keys % min(cap, 2**32))
+
+
+def sum_counts(
+    keys: NDArray[np.int64], counts: NDArray[np.integer]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct ``keys [n]`` in rising order, and for each the sum of its ``counts [n]``."""
+    ordered, position = sort_keys(keys)
+    starts = _starts(ordered)
+    return ordered[starts], np.add.reduceat(counts[position], starts, dtype=np.int64)
+
+
+def look_up(
+    keys: NDArray[np.int64], ids: NDArray[np.int32], wanted: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """The id of each of the ``wanted`` keys, all of which are in ``keys``.
+
+    Args:
+        keys: ``[n]`` distinct, in rising order.
+        ids: ``[n]`` their ids.
+        wanted: ``[m]`` in any order.
+    """
+    ordered, position = sort_keys(wanted)  # sorted keys are found with few cache misses
+    starts = _starts(ordered)
+    found = ids[np.searchsorted(keys, ordered[starts])]
+    result = np.empty(len(wanted), np.int32)
+    result[position] = np.repeat(found, np.diff(starts, append=len(wanted)))
+    return result
+
+
+def sort_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The sorted keys, and the previous position of each.
+
+    Key and position are sorted as one integer. This sort is vectorised and in place, about 20 times
+    as fast as an argsort.
+    """
+    assert len(keys) < 1 << POSITION_BITS
+    packed = (keys - MISSING).view(np.uint64)
+    packed <<= np.uint64(POSITION_BITS)
+    packed |= np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    position = (packed & np.uint64((1 << POSITION_BITS) - 1)).view(np.int64)
+    packed >>= np.uint64(POSITION_BITS)
+    ordered = packed.view(np.int64)
+    ordered += MISSING
+    return ordered, position
+
+
+def _starts(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The position of the first occurrence of each distinct key."""
+    return np.flatnonzero(np.diff(ordered, prepend=MISSING - 1))

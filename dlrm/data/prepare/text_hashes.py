@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ..schema import HASHED
-from .hex_keys import MISSING
+from .keys import MISSING
 
 
 def hash_values(values: pa.Array, buckets: int) -> pa.Array:

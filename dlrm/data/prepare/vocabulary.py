@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ..parquet import reason, whole_table
-from .hex_keys import MISSING, hex_keys, hex_strings, sort_keys
+from .keys import MISSING, hex_keys, hex_strings, sort_keys
 from .text_hashes import hash_texts, plain_bools
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.

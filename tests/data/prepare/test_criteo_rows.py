@@ -11,7 +11,7 @@ from harness import Limits, Outcome, refusal, run_case
 from dlrm.commands import prepare_criteo
 from dlrm.data.prepare.bad_rows import BAD_ROWS_KEPT
 from dlrm.data.prepare.criteo_rows import COLUMNS
-from dlrm.data.prepare.hex_keys import MISSING, hex_keys, hex_strings
+from dlrm.data.prepare.keys import MISSING, hex_keys, hex_strings
 from tests.data.prepare.plain_criteo import log_of
 from tests.kit import first
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlrm.data.criteo import Options, prepare
-from dlrm.data.prepare.hex_keys import MISSING
+from dlrm.data.prepare.keys import MISSING
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from dlrm.utils.documents import read_json
 from tests.data.prepare.plain_criteo import log_of, plain_rows, prepared_rows, same

@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 
 from dlrm.data.prepare import vocabulary
-from dlrm.data.prepare.hex_keys import MISSING
-from dlrm.data.prepare.keys import HexKeys, TextKeys
+from dlrm.data.prepare.keys import MISSING, HexKeys, TextKeys
 from dlrm.data.prepare.vocabulary import make_vocabulary
 
 
