@@ -14,8 +14,7 @@ from torch import Tensor
 
 import dlrm
 from dlrm.data.prepare.fingerprint import other_data
-from dlrm.data.prepare.model_inputs import PREPARATION
-from dlrm.data.prepare.raw_rows import keep_transform
+from dlrm.data.prepare.raw_rows import PREPARATION, keep_transform
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import compile_program, save_onnx, save_program, save_weights, trace

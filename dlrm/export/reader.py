@@ -26,7 +26,7 @@ _INIT = f'''"""Reads raw rows as inputs of the model next to it; see :class:`Inp
 Copied from dlrm {dlrm.__version__} by scripts/export.py; licensed under Apache-2.0.
 """
 
-from .data.prepare.model_inputs import InputReader
+from .data.prepare.raw_rows import InputReader
 
 __all__ = ["InputReader"]
 '''

@@ -1,4 +1,4 @@
-"""Raw rows prepared like the data that a model was trained on."""
+"""Raw rows prepared like the data that a model was trained on, and as the inputs of an export."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_directory
 from ...utils.messages import did_you_mean, print_error
+from ..parquet import RowGroupReader
 from ..schema import META_FILE, Meta
 from .bad_rows import BadRow
 from .files import with_plain_types
 from .transform import Transform, transform_files
+
+PREPARATION = "preparation"
+"""Where an export has what its raw rows are prepared with."""
+Arrays = list[NDArray[Any]]
+"""``dense [N, B]`` float32; ``ids [F_1, B]`` int64 of the features with one id each; and for each
+feature with lists of ids ``values [nnz]`` and ``offsets [B + 1]``, int64."""
 
 
 def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
@@ -127,32 +137,99 @@ def in_batches(
     Raises:
         ValueError: the columns of two parts differ.
     """
-    held: list[tuple[pa.RecordBatch, ...]] = []
-    room = size
-    for part in parts:
-        start, rows = 0, part[0].num_rows
-        while start < rows:
-            taken = min(room, rows - start)
-            held.append(tuple(batch.slice(start, taken) for batch in part))
-            start, room = start + taken, room - taken
-            if not room:
-                yield _joined(held)
-                held, room = [], size
-    if held:
-        yield _joined(held)
+    held: list[pa.Table] = []
+    for part in (part for part in parts if part[0].num_rows):
+        new = [pa.Table.from_batches([batch]) for batch in part]
+        held = list(map(_joined, held, new)) if held else new
+        while held[0].num_rows >= size:
+            yield tuple(table.slice(0, size) for table in held)
+            held = [table.slice(size) for table in held]
+    if held and held[0].num_rows:
+        yield tuple(held)
 
 
-def _joined(parts: list[tuple[pa.RecordBatch, ...]]) -> tuple[pa.Table, ...]:
-    for batches in zip(*parts, strict=True):
-        first = batches[0].schema
-        for other in batches:
-            if not other.schema.equals(first):
-                raise ValueError(
-                    f"the rows have columns {_listed(first)} first and {_listed(other.schema)} "
-                    "later: give all files the same columns and types, all or none with a label"
-                )
-    return tuple(pa.Table.from_batches(batches) for batches in zip(*parts, strict=True))
+def _joined(first: pa.Table, later: pa.Table) -> pa.Table:
+    if not first.schema.equals(later.schema):
+        columns, others = (
+            ", ".join(f"{field.name} ({field.type})" for field in table.schema)
+            for table in (first, later)
+        )
+        raise ValueError(
+            f"the rows have columns {columns} first and {others} later: give all files the same "
+            "columns and types, all or none with a label"
+        )
+    return pa.concat_tables([first, later])
 
 
-def _listed(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name} ({field.type})" for field in schema)
+@dataclass(frozen=True, kw_only=True)
+class InputReader:
+    """Reads raw rows, with the columns that the training data had, as inputs of a model.
+
+    Example::
+
+        reader = InputReader.load("EXPORT")
+        arrays = reader.arrays({"price": [9.5], "user": ["u1"]})
+        probabilities = model(*map(torch.from_numpy, arrays))
+    """
+
+    reader: RowGroupReader
+    """Checks the prepared rows."""
+    transform: Transform
+
+    @classmethod
+    def load(cls, export: str | os.PathLike[str]) -> Self:
+        """Load the preparation in an export.
+
+        Raises:
+            FileNotFoundError, ValueError: it is missing or damaged.
+        """
+        directory = Path(export) / PREPARATION
+        meta = replace(Meta.read(directory), weight=None)
+        return cls(reader=RowGroupReader(directory, meta), transform=Transform.load(directory))
+
+    def arrays(self, rows: Any) -> Arrays:
+        """The inputs of rows in memory.
+
+        Args:
+            rows: a DataFrame, an Arrow table or batch, or a mapping of columns. Columns that no
+                feature is made of are left out.
+
+        Raises:
+            ValueError: a column is missing, or a value does not fit.
+        """
+        return self._inputs(pa.Table.from_batches([prepare(self.transform, rows)]))
+
+    def read(
+        self, inputs: Sequence[str | os.PathLike[str]], *, batch_size: int = 16384
+    ) -> Iterator[Arrays]:
+        """The inputs of the rows of files, ``batch_size`` rows at a time, in bounded memory.
+
+        Args:
+            inputs: files or patterns, as for the preparation of the training data.
+            batch_size: rows of a batch; the last may have fewer.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a file is damaged, a column is missing, or a value does not fit; the error
+                names the file and the row.
+        """
+        parts = ((rows,) for rows, _, _ in self.transform.read(inputs))
+        for (rows,) in in_batches(parts, batch_size):
+            yield self._inputs(rows)
+
+    def _inputs(self, prepared: pa.Table) -> Arrays:
+        """The inputs of prepared rows."""
+        rows = self.reader.convert(prepared, "the rows")
+        columns = list(zip(rows.ids, rows.offsets, strict=True))
+        single = [ids for ids, offsets in columns if offsets is None]
+        count = prepared.num_rows
+        arrays: Arrays = [_stacked(rows.dense, count, np.float32)]
+        arrays.append(_stacked(single, count, np.int64))
+        for ids, offsets in columns:
+            arrays += [] if offsets is None else [ids.astype(np.int64), offsets]
+        return arrays
+
+
+def _stacked(rows: Sequence[NDArray[Any]], count: int, dtype: type) -> NDArray[Any]:
+    """Rows one below the other; no rows have the shape ``[0, count]``."""
+    return np.stack(rows).astype(dtype) if rows else np.empty((0, count), dtype)
