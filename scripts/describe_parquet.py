@@ -21,10 +21,10 @@ if __name__ == "__main__":
     startup.begin()  # before the imports, which take seconds
 
 import glob
+import os
 import re
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,6 +42,7 @@ from dlrm.data.parquet import (
     RowGroupReader,
     read_footer,
 )
+from dlrm.data.prepare.input_paths import find_files
 from dlrm.data.prepare.kinds import NoFeatureError, find_kind
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split, Unseen
 from dlrm.utils.messages import listing, print_error, printable
@@ -269,26 +270,6 @@ def _columns(
     return Meta(label=label, dense=tuple(dense), categorical=tuple(columns), splits={})
 
 
-def _matching_files(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The files that match the patterns, relative to the directory, sorted for each pattern."""
-    names: list[str] = []
-    for pattern in patterns:
-        is_file = (directory / pattern).is_file()  # part[1].parquet may be a name or a pattern
-        matches = [pattern] if is_file else sorted(glob.glob(pattern, root_dir=directory))
-        if not matches:
-            raise FileNotFoundError(
-                f"no file {pattern!r} in {directory}; names are relative to that directory"
-            )
-        if folders := [name for name in matches if (directory / name).is_dir()]:
-            raise ValueError(
-                f"{directory / folders[0]} is a directory; name the files in it, such as "
-                f"'{folders[0].rstrip('/')}/*.parquet'"
-            )
-        names += matches
-    root = f"{directory.resolve()}/"
-    return tuple(name.removeprefix(root) for name in names)
-
-
 def parser() -> Parser:
     """The command line."""
     made = Parser(__doc__)
@@ -299,8 +280,8 @@ def parser() -> Parser:
             nargs="+",
             default=[],
             metavar="FILE",
-            help=f"Parquet files of the {split} split, in order, relative to the directory; "
-            "patterns such as 'part-*.parquet' work (default: none)",
+            help=f"Parquet files of the {split} split, in order, relative to the directory: files, "
+            "directories, or patterns such as 'part-*.parquet' (default: none)",
         )
 
     # Columns, and ids that were not seen.
@@ -370,19 +351,23 @@ def _described(directory: Path) -> Meta:
 
 
 def _files(options: Namespace, *, needs_training: bool) -> dict[str, tuple[str, ...]]:
-    """The files of each split that has some."""
-    directory: Path = options.directory
-    files = {split: _matching_files(directory, getattr(options, split)) for split in SPLITS}
-    if needs_training and not files["train"]:
+    """The files of each split that has some, relative to the directory if they are in it."""
+    within, root = glob.escape(str(options.directory)), os.path.abspath(options.directory)
+    found = {
+        split: find_files([os.path.join(within, name) for name in getattr(options, split)])
+        for split in SPLITS
+    }
+    if needs_training and not found["train"]:
         raise ValueError("no training files; name them with --train FILE ...")
-    names = [name for split in files.values() for name in split]
-    if not names:
+    every = [path for paths in found.values() for path in paths]
+    if not every:
         raise ValueError("no files; name them with --test FILE ...")
-
-    for path, count in Counter((directory / name).resolve() for name in names).items():
-        if count > 1:
-            raise ValueError(f"{path} is named {count} times; name each file once, for one split")
-    return {split: names for split, names in files.items() if names}
+    find_files(every)  # raises if a file is in two splits
+    return {
+        split: tuple(os.path.abspath(path).removeprefix(f"{root}{os.sep}") for path in paths)
+        for split, paths in found.items()
+        if paths
+    }
 
 
 def _print_summary(meta: Meta) -> None:
