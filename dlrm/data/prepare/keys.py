@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from binascii import unhexlify
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ class Keys(ABC):
         self._counts = np.empty(0, np.int64)
 
     @abstractmethod
-    def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
+    def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
         """Add the dictionaries of the next blocks, and how often each of their entries occurs."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Keys(ABC):
         """The distinct values ``[n]`` in rising order, and the count ``[n]`` of each."""
 
     @abstractmethod
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Sequence[pa.Array]]) -> None:
+    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
         """Write the id of each entry of all dictionaries.
 
         Args:
@@ -61,7 +61,7 @@ class HexKeys(Keys):
         super().__init__(path)
         self._keys = np.empty(0, np.int64)
 
-    def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
+    def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
         """See :class:`Keys`."""
         keys = np.concatenate([self._keys, *(part.to_numpy() for part in entries)])
         self._keys, self._counts = sum_counts(keys, np.concatenate([self._counts, *counts]))
@@ -70,7 +70,7 @@ class HexKeys(Keys):
         """See :class:`Keys`."""
         return pa.array(self._keys), self._counts
 
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Sequence[pa.Array]]) -> None:
+    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
         """See :class:`Keys`."""
         with self._path.open("wb") as file:
             for chunk in chunks:
@@ -90,11 +90,11 @@ class TextKeys(Keys):
         self._path.write_bytes(b"")  # a killed run may have left it
         self._values = pa.array([], pa.large_string())
 
-    def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
+    def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
         """See :class:`Keys`."""
         before = len(self._values)  # these stay where they are
-        parts = [self._values, *(part.cast(pa.large_string()) for part in entries)]
-        encoded = pa.concat_arrays(parts).dictionary_encode()
+        texts = (part.cast(pa.large_string()) for part in entries)
+        encoded = pa.concat_arrays([self._values, *texts]).dictionary_encode()
         positions = encoded.indices.to_numpy()
         self._values = encoded.dictionary
 
@@ -111,7 +111,7 @@ class TextKeys(Keys):
         self._order = order.to_numpy()
         return self._values.take(order), self._counts[self._order]
 
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Sequence[pa.Array]]) -> None:
+    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
         """See :class:`Keys`; the positions become ids in place."""
         if not self._path.stat().st_size:
             return

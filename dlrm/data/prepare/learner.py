@@ -215,14 +215,14 @@ class Learner:
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
         with atomic_write(self.work / "ids" / str(index)) as temporary:
-            # The values of all features with this vocabulary; those of this one come first. Counts
-            # have no name here, as a name would keep those of a chunk: up to 0.3 GB.
+            # The values of all features with this vocabulary; those of this one come first. Nothing
+            # here keeps what a chunk has, 0.3 GB, longer than it takes to add it.
             keys: Keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
             for each in plan.same_vocabulary(feature):
                 for blocks in self._chunks(each):
                     keys.add(
-                        [block.dictionary(each) for block in blocks],
-                        [self._occurrences(each, block) for block in blocks],
+                        (block.dictionary(each) for block in blocks),
+                        (self._occurrences(each, block) for block in blocks),
                     )
 
             # Their ids.
@@ -237,7 +237,7 @@ class Learner:
             described = _describe(feature, made)
             del made, values, counts  # up to hundreds of millions of values in Terabyte
 
-            chunks = ([b.dictionary(feature) for b in blocks] for blocks in self._chunks(feature))
+            chunks = ((b.dictionary(feature) for b in blocks) for blocks in self._chunks(feature))
             keys.write_ids(ids, chunks)
             entries = sum(block.entries[feature.name] for block in self.blocks)
             os.truncate(temporary, entries * np.dtype(np.int32).itemsize)

@@ -88,8 +88,12 @@ class SpilledBlock:
         return file.get_batch(0).column(0)
 
     def dictionary(self, feature: Feature) -> pa.Array:
-        """The distinct values of a category or list, or some of them more than once."""
-        return entries_of(self.column(feature.name)).dictionary
+        """The distinct values of a category or list, or some of them more than once.
+
+        They are a copy: a mapped block keeps about 1 MB of its file in memory.
+        """
+        values = entries_of(self.column(feature.name)).dictionary
+        return pa.concat_arrays([values, values[:0]])
 
 
 def entries_of(column: pa.Array) -> pa.Array:
