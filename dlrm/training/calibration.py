@@ -61,6 +61,13 @@ def fit_calibration(seen: Sequence[Tensor], later: Sequence[Tensor] | None) -> t
     return float(scale), float(scale * move + center * (1 - scale))
 
 
+def by_class(labels: Tensor, share: float, weights: Tensor | None = None) -> Tensor:
+    """Weights, on top of those given, with which the positives are ``share`` of the rows."""
+    found = float(labels.double().mean())
+    weights = torch.ones_like(labels) if weights is None else weights
+    return weights * torch.where(labels > 0.5, share / found, (1 - share) / (1 - found))
+
+
 def _in_double(
     logits: Tensor, labels: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from dlrm.data.loader import BatchLoader
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
-from dlrm.training.calibration import fit_calibration
+from dlrm.training.calibration import by_class, fit_calibration
 from dlrm.training.loaders import HeldOutRows
 from dlrm.training.plots import Plots
 from dlrm.training.ranking import group_areas
@@ -27,6 +27,7 @@ DIVERGED = 6 * GUESSING
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
 CALIBRATED = 32768  # training rows, at most, that show where the average of the scores is,
 OF_A_CLASS = 2048  # and of them, about as many of the rarer class: the average is then known to 2%
+SPREAD = 1 << 29  # bytes of decoded rows, at most, to choose these from where files are sorted
 SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
 ALIKE = 100  # rows; a model may well give fewer the same score
 
@@ -128,16 +129,22 @@ class HeldOut:
 
         Rows count by their weight, so the scores are moved as the loss moves them, and back.
         """
-        loader = self._seen()
+        loader = self._seen(shuffle=False)
         train = loader.meta.splits["train"]
         rarer = max(min(train.positives, train.rows - train.positives), 1)
         rows = min(CALIBRATED, OF_A_CLASS * train.rows // rarer)
         logits, labels, *weights = self._predict_first(loader, rows)
 
-        # If rows are sorted, as by the label, the first ones are unlike the others.
-        unlike = abs(float(labels.double().mean()) * train.rows - train.positives) > rarer / 10
-        if unlike and rows < CALIBRATED:
-            logits, labels, *weights = self._predict_first(self._seen(), CALIBRATED)
+        # If rows are sorted, as by the label, the first ones are unlike the others. Then rows from
+        # all over the files count by class, since one may be in few of the chosen row groups.
+        share = train.positives / train.rows
+        if abs(float(labels.double().mean()) - share) * train.rows > rarer / 10:
+            spread = self._seen(shuffle=True, window=None, memory=SPREAD)
+            logits, labels, *weights = self._predict_first(spread, CALIBRATED)
+            if labels.min() < labels.max():
+                weights = [by_class(labels, share, *weights)]
+            else:
+                labels = (logits + self._shift).sigmoid()  # the average stays as trained
         if later is not None:
             later = later[0] + self._shift, *later[1:]
         scale, shift = fit_calibration((logits + self._shift, labels, *weights), later)
@@ -162,7 +169,7 @@ class HeldOut:
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {metrics.REMEDY}"
         if log_loss > OVERFITTED:
             return problem
-        seen = self._predict_first(self._seen(), SAMPLES)
+        seen = self._predict_first(self._seen(shuffle=False), SAMPLES)
         return problem if self._uncalibrated_loss(*seen) > DIVERGED else ""
 
     def _uncalibrated_loss(

@@ -26,8 +26,8 @@ class HeldOutRows(NamedTuple):
     """Of the splits, by name."""
     groups: Mapping[str, Groups]
     """The group of each of their rows, if AUC is to be measured by group."""
-    seen: Callable[[], BatchLoader]
-    """Opens a loader of rows that the model was trained on."""
+    seen: Callable[..., BatchLoader]
+    """Opens a loader of rows that the model was trained on, with options such as its shuffle."""
 
 
 class RunLoaders(NamedTuple):
@@ -64,13 +64,13 @@ class RunLoaders(NamedTuple):
         """The validation and the test rows of a prepared directory, where there are any."""
         loaders = {split: self._in_full(data, split) for split in filter(meta.has_rows, HELD_OUT)}
         groups = read_groups(data, meta, loaders, self.group)
-        return HeldOutRows(loaders, groups, partial(self._open, data, shuffle=False))
+        return HeldOutRows(loaders, groups, partial(self._open, data))
 
     def coming(self, data: str, meta: Meta, before: str) -> HeldOutRows:
         """The training rows of a day, as the split ``day``, and those of the day before it."""
         groups = read_groups(data, meta, ["train"], self.group)
         of_day = {"day": groups["train"]} if groups else {}
-        seen = partial(self._open, before, shuffle=False)
+        seen = partial(self._open, before)
         return HeldOutRows({"day": self._in_full(data, "train")}, of_day, seen)
 
     def _in_full(self, data: str, split: str) -> BatchLoader:

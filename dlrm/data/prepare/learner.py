@@ -246,21 +246,31 @@ class Learner:
         return described, empty and self.earlier is None
 
     def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
-        """Add the positives of each id to a vocabulary, and keep the counts before these rows."""
+        """Add the positives of each id to a vocabulary, and keep the counts before these rows, or
+        those for each half of them with the other half.
+        """
         made = Vocabulary.read(vocabulary)
-        counts, positives, before = np.zeros((3, len(made)), np.int64)
+        size, parts = len(made), 1 if self.splitter.in_order else 2
+        counts, positives = np.zeros((2, parts * size), np.int64)
+        before = np.zeros(size, np.int64)
         if self.earlier is not None:
             before = Rates.of(made, vocabulary).positives
         if self.learns:
             for block, ids in zip(self.blocks, self.ids_of_entries(index, feature), strict=True):
                 rows = self.splitter.training(block)
                 own_ids = ids[block.column(feature.name).indices.to_numpy()[rows]]
+                if (halves := self.splitter.halves(block)) is not None:
+                    own_ids = own_ids.astype(np.int64) + size * halves[rows]
                 np.add.at(counts, own_ids, 1)
                 labels = block.column(self.transform.plan.label).to_numpy()
                 np.add.at(positives, own_ids, labels[rows])
 
-        replace(made, positives=before + positives).write(vocabulary)
-        np.save(self.work / "ids" / f"{index}.npy", [made.counts - counts, before])
+        counts, positives = counts.reshape(parts, size), positives.reshape(parts, size)
+        replace(made, positives=before + positives.sum(axis=0)).write(vocabulary)
+        known = np.stack([made.counts - counts.sum(axis=0), before])[:, None]
+        if parts == 2:
+            known = known + np.stack([counts[::-1], positives[::-1]])
+        np.save(self.work / "ids" / f"{index}.npy", known.reshape(2, -1))
 
     @property
     def learns(self) -> bool:

@@ -42,7 +42,7 @@ from .transform import TRANSFORM_FILE, Transform
 from .vocabulary import COUNTS, read_vocabulary
 from .workspace import BAD_ROWS_FILE, Workspace
 
-FORMAT = 3  # of the spilled blocks; increment it when a restart cannot reuse older ones
+FORMAT = 4  # of the spilled blocks; increment it when a restart cannot reuse older ones
 
 
 class RunOptions(TypedDict, total=False):

@@ -7,6 +7,9 @@ own label. For all other rows, whenever they are scored, all training rows count
 rows are those that are to be expected of all training rows: else they would tell the time, and be
 larger in later rows than in any row that a model has learned from.
 
+Where rows are in no order of time, earlier ones may be a class of their own, as in a file sorted by
+the label. There, for a training row, a random half of the training rows counts that it is not in.
+
 The shares of rare ids are noise, so rows with the average share are added to those of each id:
 the fewer, the more the shares of the ids of the column differ (empirical Bayes). If they differ no
 more than by chance, all rates are nearly 0.
@@ -42,7 +45,7 @@ class Rates:
     """The counts that the numbers of a column of ids are made of."""
 
     counts: NDArray[np.int64]
-    """``[V]`` rows of each id."""
+    """``[V]`` rows of each id; ``[2 * V]`` for halves of the training rows, those of the other."""
     positives: NDArray[np.int64]
     """``[V]`` rows of each id whose label is 1."""
     share: float
@@ -106,6 +109,19 @@ class Rates:
         np.add.at(self.positives, ids, labels)
         return self._numbers(counts, positives, self.rows / np.maximum(seen, FEW))
 
+    def numbers_by_half(
+        self, ids: NDArray[np.int32], halves: NDArray[np.bool_]
+    ) -> NDArray[np.float32]:
+        """The numbers of training rows, ``[2, n]``, for each of which the other half counts.
+
+        Args:
+            ids, halves: of the rows, ``[n]``.
+        """
+        seen = self.counts.reshape(2, -1).sum(axis=1)[halves.astype(np.int8)]
+        own = ids + len(self.counts) // 2 * halves.astype(np.int64)
+        counts, positives = self.counts[own], self.positives[own]
+        return self._numbers(counts, positives, self.rows / np.maximum(seen, FEW))
+
 
 def prior_rows(counts: NDArray[np.int64], positives: NDArray[np.int64], share: float) -> float:
     """The rows to add to those of each id, by how much the shares of positives differ.
@@ -125,19 +141,26 @@ def prior_rows(counts: NDArray[np.int64], positives: NDArray[np.int64], share: f
 
 
 def append_rates(
-    rows: pa.RecordBatch, rates: Mapping[str, Rates], label: str | None = None, threads: int = 1
+    rows: pa.RecordBatch,
+    rates: Mapping[str, Rates],
+    label: str | None = None,
+    halves: NDArray[np.bool_] | None = None,
+    threads: int = 1,
 ) -> pa.RecordBatch:
     """Append the numbers of columns of ids to prepared rows.
 
     Args:
         rows: the prepared rows.
         rates: of each of the columns, by name.
-        label: of training rows, the column of labels: these rows are counted.
+        label: of training rows in order of time, the column of labels: these rows are counted.
+        halves: of other training rows, the half that each is in, ``[n]``.
         threads: columns at a time.
     """
 
     def numbers_of(feature: str) -> NDArray[np.float32]:
         ids = rows[feature].to_numpy()
+        if halves is not None:
+            return rates[feature].numbers_by_half(ids, halves)
         if label is None:
             return rates[feature].numbers(ids)
         return rates[feature].numbers_of_training(ids, rows[label].to_numpy())

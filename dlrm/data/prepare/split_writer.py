@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ...utils.messages import listing, print_error
@@ -46,11 +48,16 @@ def write_splits(
         if not feature.dense and not feature.bucketed and not plan.hashed
     }
 
-    def encode(numbered: tuple[int, SpilledBlock]) -> list[pa.RecordBatch]:
+    def encode(
+        numbered: tuple[int, SpilledBlock],
+    ) -> tuple[list[pa.RecordBatch], NDArray[np.bool_] | None]:
         index, block = numbered
         ids = {name: of_blocks[index] for name, of_blocks in looked_up.items()}
         rows = learner.transform.encode(block.read(), ids)
-        return [_select(rows, selection) for selection in learner.splitter.selections(block)]
+        selections = learner.splitter.selections(block)
+        halves = learner.splitter.halves(block)
+        own = None if halves is None else halves[selections[0]]  # of the training rows
+        return [_select(rows, selection) for selection in selections], own
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
@@ -62,14 +69,14 @@ def write_splits(
     different = {c.name: DistinctIds() for c in categorical if c.cardinality == HASHED}
     written = Counter[str]()
 
-    # In order: a training row's rates count the rows before it.
+    # In order: a training row's rates count the rows before it, or those of the other half.
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
         bar.total = sum(block.rows for block in blocks)
         writers: dict[str, Callable[[pa.RecordBatch], None]] = {}
-        for parts in map_in_order(encode, enumerate(blocks), workers):
+        for parts, halves in map_in_order(encode, enumerate(blocks), workers):
             for name, prepared in zip(SPLITS, parts, strict=True):
                 if name == "train" and learner.learns:
-                    part = append_rates(prepared, training_rates, plan.label, workers)
+                    part = append_rates(prepared, training_rates, plan.label, halves, workers)
                 else:
                     part = append_rates(prepared, rates, threads=workers)
                 if name not in writers:

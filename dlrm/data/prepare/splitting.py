@@ -29,6 +29,8 @@ class Splitter:
     """How rows are assigned that are not in such an order."""
     limits: tuple[float, float] = (np.inf, np.inf)
     """For ``time``: where validation and test begin."""
+    in_order: bool = True
+    """Whether training rows are in the order of time, as far as the options say."""
 
     def selections(self, block: SpilledBlock) -> list[Selection]:
         """The rows of a block that belong to each of ``SPLITS``."""
@@ -43,6 +45,12 @@ class Splitter:
             return _overlap(self.ranges["train"], block)
         return self._codes(block) == 0
 
+    def halves(self, block: SpilledBlock) -> NDArray[np.bool_] | None:
+        """The half of all rows that each row of a block is in, at random; None for rows in order
+        of time, of which each half would know what comes later.
+        """
+        return None if self.in_order else _random(block) * 1024 % 1 < 0.5
+
     def _codes(self, block: SpilledBlock) -> NDArray[np.uint8]:
         """The split of each row: its position in ``SPLITS``."""
         assert self.options is not None
@@ -52,7 +60,7 @@ class Splitter:
             values, limits = block.column(SPLIT).to_numpy(), self.limits
         else:
             train, val, _ = self.options.shares()
-            values = _scrambled(np.arange(block.first, block.first + block.rows, dtype=np.uint64))
+            values = _random(block)
             limits = float(train), float(train + val)
         return (values >= limits[0]).astype(np.uint8) + (values >= limits[1])
 
@@ -75,13 +83,15 @@ def make_splitter(
     if options.by == "rows":
         return Splitter(ranges=split_by_shares(rows, train, val))
     if options.by != "time":
-        return Splitter(options=options)
+        return Splitter(options=options, in_order=False)
+    times = [block.column(SPLIT).to_numpy() for block in blocks]
     if limits is None:
-        values = (block.column(SPLIT).to_numpy() for block in blocks)
-        sample = np.append(np.sort(summarise(values, rows).sample), np.inf)
+        sample = np.append(np.sort(summarise(iter(times), rows).sample), np.inf)
         last = len(sample) - 1
         limits = float(sample[int(train * last)]), float(sample[int((train + val) * last)])
-    return Splitter(options=options, limits=limits)
+    ends = np.array([(own[0], own[-1]) for own in times]).ravel()
+    in_order = all((np.diff(own) >= 0).all() for own in (ends, *times))
+    return Splitter(options=options, limits=limits, in_order=in_order)
 
 
 def count_selected(selection: Selection) -> int:
@@ -97,8 +107,9 @@ def _overlap(rows: range, block: SpilledBlock) -> slice:
     return slice(start, max(start, min(rows.stop - block.first, block.rows)))
 
 
-def _scrambled(index: NDArray[np.uint64]) -> NDArray[np.floating]:
-    """Numbers in [0, 1) that look random (SplitMix64; Steele, Lea and Flood 2014)."""
+def _random(block: SpilledBlock) -> NDArray[np.floating]:
+    """A number in [0, 1) for each row that looks random (SplitMix64; Steele et al., 2014)."""
+    index = np.arange(block.first, block.first + block.rows, dtype=np.uint64)
     x = (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -85,6 +85,45 @@ def test_training_rows_know_earlier_rows_and_others_all_of_them(tmp_path):
     )
 
 
+SHARES = {"train": "0.8", "val": "0.1", "test": "0.1"}
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"by": "random", **SHARES},
+        {"by": "column", "column": "part"},
+        {"by": "time", "column": "when", **SHARES},
+    ],
+    ids=lambda split: split["by"],
+)
+def test_rows_in_no_order_of_time_know_the_other_half(tmp_path, split):
+    """In rows sorted by the label, earlier ones would say which label a row has."""
+    table = rows(3, 4000).sort_values("label", kind="stable", ignore_index=True)
+    table["part"] = np.where(np.arange(4000) % 10 < 8, "train", "test")
+    table["when"] = np.random.default_rng(4).permutation(4000)
+
+    def prepared(order):
+        path = tmp_path / f"{order}.csv"
+        table.sort_values(order, kind="stable").to_csv(path, index=False)
+        columns = {"user": "category", "tags": "list"} | {n: "drop" for n in ("part", "when")}
+        columns.pop(split.get("column"), None)
+        files, plan = plan_rows(path, columns=columns, split=split)
+        prepare_table(files, plan, tmp_path / order, progress=False, block_bytes=3000)
+        return pd.read_parquet(tmp_path / order / "train.parquet")
+
+    # All rows of an id in the same half know the same rows.
+    train = prepared("label")
+    names = list(rate_names("user"))
+    assert train.groupby("user")[names[1]].nunique().max() == 2
+    assert abs(np.corrcoef(train[names[1]], train["label"])[0, 1]) < 0.1
+    expected_counts = np.expm1(4 * train.groupby("user")[names[0]].unique().map(np.mean))
+    np.testing.assert_allclose(expected_counts, train.groupby("user").size(), rtol=0.2)
+
+    if split["by"] == "time":  # rows that are in its order know earlier ones
+        assert prepared("when").groupby("user")[names[1]].nunique().min() > 2
+
+
 def test_later_labels_change_no_number_of_an_earlier_row():
     rng = np.random.default_rng(1)
     ids, labels = rng.integers(0, 9, 300), rng.integers(0, 2, 300)
