@@ -10,7 +10,9 @@ STEPS, SMALL_STEPS = 256, 64  # of an epoch, at least: of the only one, and of o
 SMALL_TABLE, MOST_EPOCHS, PATIENCE = 50_000, 20, 3
 """Fewer training rows are trained on in that many epochs, or until so many validations find no
 better state."""
-FEW = 500  # validation rows, whose AUC says little: their log loss chooses the best state
+FEW, FEW_OF_A_CLASS = 500, 100
+"""Of fewer validation rows, or of fewer in a class, the AUC says little: their log loss chooses the
+best state."""
 # Steps between validations, at least: the order of few rows may be perfect long before a model's
 # probabilities are.
 LEARNED, LEARNED_LOSS = 100, 10
@@ -64,7 +66,8 @@ def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, in
     last_step = min(several * epoch, MAX_COUNT)
     if config.max_steps is not None:
         last_step = min(config.max_steps, last_step)
-    by_loss = meta.has_rows("val") and meta.splits["val"].rows < FEW
+    val = meta.splits["val"] if meta.has_rows("val") else None
+    by_loss = val is not None and (val.rows < FEW or val.rarer < FEW_OF_A_CLASS)
     if config.follow:  # days are evaluated when they begin and end
         return config.eval_every or MAX_COUNT, 0, last_step, by_loss
 

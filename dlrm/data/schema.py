@@ -105,6 +105,11 @@ class Split(Closed):
         if self.positives > self.rows:
             raise ValueError(f"it has {self.positives:,} positives in {self.rows:,} rows")
 
+    @property
+    def rarer(self) -> int:
+        """Rows of the class that has fewer."""
+        return min(self.positives, self.rows - self.positives)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierData(Closed):

@@ -131,7 +131,7 @@ class HeldOut:
         """
         loader = self._seen(shuffle=False)
         train = loader.meta.splits["train"]
-        rarer = max(min(train.positives, train.rows - train.positives), 1)
+        rarer = max(train.rarer, 1)
         rows = min(CALIBRATED, OF_A_CLASS * train.rows // rarer)
         logits, labels, *weights = self._predict_first(loader, rows)
 

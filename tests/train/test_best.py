@@ -127,9 +127,10 @@ def test_without_patience_or_checkpoints_the_last_state_is_the_result(
     assert "last/auc" not in values
 
 
-def meta_of(rows, val=1):
+def meta_of(rows, val=1, positives=0.25):
     splits = {
-        name: Split(files=(), rows=n, positives=0) for name, n in (("train", rows), ("val", val))
+        name: Split(files=(), rows=n, positives=int(positives * n))
+        for name, n in (("train", rows), ("val", val))
     }
     return Meta(label="label", dense=(), categorical=(), splits=splits)
 
@@ -170,6 +171,9 @@ def test_a_small_table_has_small_batches_and_several_epochs():
     assert pace.validations(auto, few, 7) == (10, 3, 140, True)
     assert pace.validations(auto, few, 40) == (40, 3, 800, True)
     assert pace.validations(auto, enough, 40) == (100, 3, 800, False)
+    for rare, by_loss in ((0.019, True), (0.02, False), (0.98, False), (0.99, True)):
+        imbalanced = meta_of(4_000, val=5_000, positives=rare)
+        assert pace.validations(auto, imbalanced, 100) == (100, 3, 2000, by_loss)
     assert pace.validations(auto, enough, 140) == (140, 3, 2800, False)
     assert pace.validations(RunConfig(max_steps=9, patience=1), enough, 40) == (100, 1, 9, False)
 

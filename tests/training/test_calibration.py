@@ -3,18 +3,20 @@
 import math
 from unittest.mock import MagicMock
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as loss
 
 from dlrm.data.batch import Batch
-from dlrm.data.schema import Split
+from dlrm.data.schema import Meta, Split
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
-from dlrm.training.calibration import fit_calibration
+from dlrm.training.calibration import LARGEST_SHIFT, fit_calibration
 from dlrm.training.held_out import HeldOut
-from dlrm.training.loaders import HeldOutRows
+from dlrm.training.loaders import HeldOutRows, RunLoaders
+from tests.kit import prepare_rows, write_rows
 
 
 def rows(sure, off=0.0, average=-1.5, seed=0, count=20_000):
@@ -109,9 +111,10 @@ def test_states_are_compared_at_the_odds_of_the_weights():
     [
         (0.25, 0.25, 2048 * 4),
         (0.75, 0.75, 2048 * 4),
-        (0.25, 0.5, 2048 * 4 + 32768),  # sorted rows: the first ones are unlike the others
-        (0.01, 0.25, 32768),
-        (0.0, 0.25, 32768),
+        (0.25, 0.5, 2048 * 4 + 32768),  # the first ones are unlike the others
+        (0.25, 1.0, 2048 * 4 + 32768),
+        (0.01, 0.25, 2 * 32768),
+        (0.0, 0.0, 32768),
     ],
 )
 def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, first, wanted):
@@ -126,9 +129,33 @@ def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, first, want
     seen.__iter__.return_value = (read.append(size) or batch for _ in range(count // size))
 
     model = Scores()
-    rows_of_run = HeldOutRows({}, {}, lambda: seen)
+    rows_of_run = HeldOutRows({}, {}, lambda **_: seen)
     HeldOut(model, "fp32", True, 1.0, Interruption(World()), rows_of_run).center()
     assert sum(read) == wanted
     scale, shift = model.calibration.tolist()
     assert scale == 1
-    assert 1 / (1 + math.exp(-0.5 - shift)) == pytest.approx(first, abs=1e-4)
+    if first == 1:  # rows of one class say nothing of the average
+        assert shift == pytest.approx(0, abs=1e-6)
+    else:
+        lowest = 1 / (1 + math.exp(LARGEST_SHIFT - 0.5))
+        average = 1 / (1 + math.exp(-0.5 - shift))
+        assert average == pytest.approx(max(positives, lowest), abs=1e-4)
+
+
+@pytest.mark.parametrize("row_groups", [1, 40])
+def test_the_average_is_right_where_rows_are_sorted_by_the_label(tmp_path, row_groups):
+    logits, labels = rows(1.0, off=0.7, average=-3.0, count=100_000)
+    order = labels.argsort(stable=True)
+    columns = {"score": logits[order].float().numpy(), "label": labels[order].long().numpy()}
+    options = {"columns": {"score": "number"}, "transform": "none", "split": {"by": "random"}}
+    prepare_rows(write_rows(tmp_path / "rows.parquet", columns), tmp_path / "data", options)
+    path = tmp_path / "data" / "train.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table, path, row_group_size=-(-len(table) // row_groups))
+
+    model = Scores()
+    options = {"window": 1, "device": "cpu", "seed": 3}
+    loaders = RunLoaders(World(), 512, 512, 1.0, None, options)
+    held_out = loaders.held_out(str(tmp_path / "data"), Meta.read(tmp_path / "data"))
+    HeldOut(model, "fp32", True, 1.0, Interruption(World()), held_out).center()
+    assert model.calibration.tolist() == pytest.approx([1.0, -0.7], abs=0.1)

@@ -106,7 +106,7 @@ def test_rows_in_no_order_of_time_know_the_other_half(tmp_path, split):
     def prepared(order):
         path = tmp_path / f"{order}.csv"
         table.sort_values(order, kind="stable").to_csv(path, index=False)
-        columns = {"user": "category", "tags": "list"} | {n: "drop" for n in ("part", "when")}
+        columns = {"user": "category", "tags": "list"} | dict.fromkeys(("part", "when"), "drop")
         columns.pop(split.get("column"), None)
         files, plan = plan_rows(path, columns=columns, split=split)
         prepare_table(files, plan, tmp_path / order, progress=False, block_bytes=3000)
