@@ -92,7 +92,7 @@ def _prepare(options: Namespace) -> None:
     print(format_plan(plan), flush=True)
     if plan.rated:
         columns = f"{len(plan.rated)} column{'s' * (len(plan.rated) > 1)}"
-        print(f"counts and rates of the ids of {columns}, from other training rows (rates: false: none)")
+        print(f"counts and rates of the ids of {columns}, from other rows (rates: false: none)")
     if options.dry_run:
         print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
         return
