@@ -9,15 +9,17 @@ from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
 
-import pytest
-
 from dlrm.config.help import STORED
 from dlrm.config.options import option_schema, option_texts
 from dlrm.embeddings import available
 from dlrm.export.reader import CARRIED
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "dlrm").rglob("*.py"))
+FILES = {
+    path.relative_to(ROOT): (path.read_text(), ast.parse(path.read_text()))
+    for path in sorted((ROOT / "dlrm").rglob("*.py"))
+}
+"""The modules with their source and its tree."""
 
 BELOW = {
     "utils": (),
@@ -56,7 +58,7 @@ PROJECT_FILE = re.compile(r"\b(?:scripts|tests|docs|notebooks|configs)/[\w/]+\.\
 
 
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(FILES[path][1]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level:  # relative to the package
@@ -69,7 +71,7 @@ def imports(path):
 
 
 def module_name(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def docstrings(node, owner=None):
@@ -106,56 +108,58 @@ def room_of(module, package="dlrm"):
     )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    name = module_name(path)
-    found = set(imports(path))
-    assert not {module.partition(".")[0] for module in found} & {"train", "scripts", "tests"}
-    if room := room_of(name):
-        rooms = {other for module in found if (other := room_of(module))}
-        assert rooms <= {room, *BELOW[room]}
-        found_triton = {module for module in found if module.startswith("triton")}
-        assert name == "dlrm.kernels" or found_triton <= {"triton.testing"}
-    if room == "kernels":
-        package = "dlrm.kernels"
-        own = room_of(name, package) or ""
-        rooms = {room_of(module, package) for module in found if module.startswith(package)}
-        assert rooms <= {own, *KERNELS_BELOW[own]}
-    if name == "dlrm.config.schema":
-        assert {room_of(module) for module in found} <= {None, "utils"}
+def test_imports_go_one_way():
+    for path in FILES:
+        name, found = module_name(path), set(imports(path))
+        outside = {module.partition(".")[0] for module in found} & {"train", "scripts", "tests"}
+        assert not outside, path
+        if room := room_of(name):
+            rooms = {other for module in found if (other := room_of(module))}
+            assert rooms <= {room, *BELOW[room]}, path
+            triton = {module for module in found if module.startswith("triton")}
+            assert name == "dlrm.kernels" or triton <= {"triton.testing"}, path
+        if room == "kernels":
+            package = "dlrm.kernels"
+            own = room_of(name, package) or ""
+            rooms = {room_of(module, package) for module in found if module.startswith(package)}
+            assert rooms <= {own, *KERNELS_BELOW[own]}, path
+        if name == "dlrm.config.schema":
+            assert {room_of(module) for module in found} <= {None, "utils"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_public_names_have_docstrings(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), "the module has no docstring"
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            jit = any("jit" in ast.unparse(d) for d in node.decorator_list)
-            assert jit or ast.get_docstring(node), node.name
+def test_public_names_have_docstrings():
+    for path, (_, tree) in FILES.items():
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                jit = any("jit" in ast.unparse(d) for d in node.decorator_list)
+                assert jit or ast.get_docstring(node), (path, node.name)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_refer_to_what_there_is(path):
-    source, module = path.read_text(), import_module(module_name(path))
-    missing = [file for file in PROJECT_FILE.findall(source) if not (ROOT / file).exists()]
-    for cls, text in docstrings(ast.parse(source)):
-        scopes = [module] if cls is None else [getattr(module, cls), module]
-        for role, name, dotted in REFERENCE.findall(text):
-            found = resolves(name or dotted, *scopes)
-            if role == "attr":  # of an instance, or a field without a default
-                owner, _, field = name.rpartition(".")
-                found = found or f"self.{field}" in source or (owner and resolves(owner))
-            if not found:
-                missing.append(name or dotted)
+def test_docstrings_refer_to_what_there_is():
+    missing = []
+    for path, (source, tree) in FILES.items():
+        module = import_module(module_name(path))
+        files = PROJECT_FILE.findall(source)
+        missing += [(path, file) for file in files if not (ROOT / file).exists()]
+        for cls, text in docstrings(tree):
+            scopes = [module] if cls is None else [getattr(module, cls), module]
+            for role, name, dotted in REFERENCE.findall(text):
+                found = resolves(name or dotted, *scopes)
+                if role == "attr":  # of an instance, or a field without a default
+                    owner, _, field = name.rpartition(".")
+                    found = found or f"self.{field}" in source or (owner and resolves(owner))
+                if not found:
+                    missing.append((path, name or dotted))
     assert not missing
 
 
 def test_the_rows_of_an_export_are_prepared_without_the_rest():
     """What an export carries is copied as it is: it imports by relative names, and no PyTorch."""
-    carried = {path for pattern in CARRIED for path in (ROOT / "dlrm").glob(pattern)}
+    found = [path for pattern in CARRIED for path in (ROOT / "dlrm").glob(pattern)]
+    carried = {path.relative_to(ROOT) for path in found}
     for path in sorted(carried):
-        source = path.read_text()
+        source, _ = FILES[path]
         assert not re.search(r"^\s*(from dlrm\b|import (dlrm|torch)\b|from torch\b)", source, re.M)
         inside = {name for name in imports(path) if name.startswith("dlrm")}
         assert inside <= {module_name(file) for file in carried}
@@ -182,19 +186,15 @@ UNPICKLES = re.compile(
 )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*FILES, *sorted((ROOT / "scripts").rglob("*.py")), ROOT / "train.py"],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_nothing_unpickles_a_file(path):
+def test_nothing_unpickles_a_file():
     """A file that a user is given may be made to run a program when it is unpickled."""
-    tree = ast.parse(path.read_text())
-    for owner in ast.walk(tree):  # docstrings and messages may speak of it
-        if isinstance(owner, ast.Constant) and " " in str(owner.value):
-            owner.value = ""
-        if isinstance(getattr(owner, "body", None), list) and owner.body:
-            first = owner.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                owner.body[0] = ast.Pass()
-    assert not UNPICKLES.search(ast.unparse(tree))
+    for path in [*FILES, *sorted((ROOT / "scripts").rglob("*.py")), "train.py"]:
+        tree = ast.parse((ROOT / path).read_text())
+        for owner in ast.walk(tree):  # docstrings and messages may speak of it
+            if isinstance(owner, ast.Constant) and " " in str(owner.value):
+                owner.value = ""
+            if isinstance(getattr(owner, "body", None), list) and owner.body:
+                first = owner.body[0]
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                    owner.body[0] = ast.Pass()
+        assert not UNPICKLES.search(ast.unparse(tree)), path
