@@ -562,7 +562,6 @@ ATTACKS = {
     "surrogate": lambda c: c["state"].update(best_name="\ud800"),
     "run": lambda c: c.update(run="../../x"),
     "state": lambda c: c.update(state=[]),
-    "random": lambda c: c["state"].update(random="no base64"),
     "batch size": lambda c: c["state"]["config"].update(eval_batch_size="many"),
     "groups": lambda c: c["state"].update(groups={"tuple": [{"tuple": [{"rule": 1}]}]}),
     "group": lambda c: c["state"].update(groups={"tuple": [3]}),

@@ -5,8 +5,6 @@ What does not fit together can't be made: shards tile their tensors and their fi
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from annotated_types import Interval, MaxLen
 from pydantic import AfterValidator, Field
-from torch import Tensor
 
 from dlrm.utils.validation import Number, Whole, validate
 
@@ -121,14 +118,6 @@ def _require_options(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _require_base64(text: str) -> str:
-    try:
-        base64.b64decode(text, validate=True)
-    except binascii.Error:
-        raise ValueError("it is not base64") from None
-    return text
-
-
 @dataclass(kw_only=True)
 class Progress:
     """How far a run has come: what changes from step to step besides the tensors.
@@ -154,8 +143,6 @@ class Progress:
     losses: tuple[Number, Count] = (0.0, 0)
     """Sum and number of the losses since they were logged."""
     loader: LoaderState | None = None
-    random: Annotated[str, AfterValidator(_require_base64)] | None = None
-    """State of the random number generator in base64."""
 
 
 @dataclass(kw_only=True)
@@ -182,13 +169,6 @@ class RunState(Progress):
     def used_options(self) -> UsedOptions:
         """The options of the run that other programs use."""
         return validate(UsedOptions, self.config)
-
-    def random_state(self) -> Tensor | None:
-        """The state of the random number generator; None if there is none."""
-        if self.random is None:
-            return None
-        content = base64.b64decode(self.random)
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
 
 
 @dataclass(frozen=True, kw_only=True)

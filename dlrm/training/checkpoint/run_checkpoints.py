@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import secrets
 import shutil
@@ -151,8 +150,7 @@ class RunCheckpoints:
         """Begin to write a checkpoint.
 
         Args:
-            progress: of the run; this method adds the states of the loader and of the random number
-                generator.
+            progress: of the run; this method adds the state of the loader.
             unused: samples of the loader that were not used; see its ``state_dict``.
 
         Raises:
@@ -162,12 +160,8 @@ class RunCheckpoints:
         loader = self._loader.state_dict(unused=unused)
         loader["order"]["batch_size"] *= self._world.size  # that of all processes
         loader["order"]["footers"] = self._loader.footers()
-        own = {
-            "loader": LoaderState(**loader),
-            "random": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        }
         state = RunState(
-            **vars(progress) | own,
+            **vars(progress) | {"loader": LoaderState(**loader)},
             model=self.spec,
             config=self.config,
             groups=parts.groups(),
@@ -181,8 +175,7 @@ class RunCheckpoints:
         path, state = resumed.path, resumed.state
 
         # It must be a state of a run on this data.
-        random = state.random_state()
-        if state.loader is None or random is None or len(random) != len(torch.get_rng_state()):
+        if state.loader is None:
             raise ValueError(f"{path} has no state of a training run: use --init_from")
         known = None not in (state.fingerprint, here := self._loader.meta.fingerprint)
         if known and here != state.fingerprint:
@@ -202,10 +195,6 @@ class RunCheckpoints:
         self._loader.load_state_dict(loader)
         if self._world.first and "footers" in loader["order"]:
             self._compare_files(loader["order"]["footers"])
-        try:
-            torch.set_rng_state(random)
-        except RuntimeError as error:
-            raise ValueError(f"{path} has a damaged random state: {error}") from None
         resumed.close()
         self.saved = state.steps
 
