@@ -30,24 +30,29 @@ class BadRow(ValueError):
     """In a count of bad rows."""
     remedy = "or skip such rows with --bad-rows skip"
     """None for a label: its rows are not to be skipped lightly."""
+    option = ""
+    """The end of the problem that names an option of the preparation. Rows to score come too late
+    for it."""
 
     def __init__(self, rows: Iterable[int], problem: str) -> None:
         super().__init__(problem)
         self.rows = np.fromiter(rows, np.int64)
         self.problem = problem
 
-    def located(self, path: Path, first_row: int = 0) -> ValueError:
+    def located(self, path: Path, first_row: int = 0, *, to_score: bool = False) -> ValueError:
         """The error with its file and the number of its row, from 1 and without a header.
 
         Args:
             path: the file.
             first_row: number of the first row of the batch in the file, from 0.
+            to_score: whether the rows are to be scored.
         """
+        problem = self.problem.removesuffix(self.option) if to_score else self.problem
         if not len(self.rows):
-            return ValueError(f"{path}{self.where}: {self.problem}")
+            return ValueError(f"{path}{self.where}: {problem}")
         number = first_row + self.rows[0] + 1
         remedy = f"; {self.remedy}" if self.remedy and path.is_file() else ""
-        return ValueError(f"{path}, row {number:,}{self.where}: {self.problem}{remedy}")
+        return ValueError(f"{path}, row {number:,}{self.where}: {problem}{remedy}")
 
 
 class BadValue(BadRow):
@@ -57,10 +62,12 @@ class BadValue(BadRow):
         column: name of the column.
         rows: see :class:`BadRow`.
         problem: the value, the rule and the remedy.
+        option: see :class:`BadRow`; it is added to the problem.
     """
 
-    def __init__(self, column: str, rows: Iterable[int], problem: str) -> None:
-        super().__init__(rows, problem)
+    def __init__(self, column: str, rows: Iterable[int], problem: str, option: str = "") -> None:
+        super().__init__(rows, problem + option)
+        self.option = option
         self.where = f", column {column!r}"
         self.kind = f"column {column!r}"
 

@@ -93,7 +93,7 @@ def prepare(transform: Transform, rows: Any, also: Sequence[str] = ()) -> pa.Rec
     try:
         return transform.apply(raw.select(needed))
     except BadRow as error:
-        raise error.located(Path("the rows")) from None
+        raise error.located(Path("the rows"), to_score=True) from None
 
 
 def as_batch(rows: Any) -> pa.RecordBatch:

@@ -116,7 +116,7 @@ def map_parts(
     done: Counter[Path] = Counter()
     for part, result, rows in map_in_order(work, enumerate(source.parts(block_bytes)), workers):
         if isinstance(result, BadRow):
-            raise result.located(part.path, done[part.path])
+            raise result.located(part.path, done[part.path], to_score=not source.required)
         yield part, result, done[part.path]
         done[part.path] += rows
 

@@ -207,7 +207,7 @@ def _parsed_numbers(
     if marks is not None:
         fitting = pc.match_substring_regex(array, marks.pattern).fill_null(True)
         if len(rows := np.flatnonzero(~fitting.to_numpy(zero_copy_only=False))):
-            raise BadValue(name, rows, _no_number(array[rows[0]].as_py(), name, marks))
+            raise BadValue(name, rows, *_no_number(array[rows[0]].as_py(), name, marks))
         array = marks.plain(array)
 
     def parse(part: pa.Array) -> pa.Array:
@@ -218,21 +218,21 @@ def _parsed_numbers(
     except pa.ArrowInvalid:
         wrong = _all_failing(array, parse, FLOATS)
         problem = _no_number(array[wrong[0]].as_py(), name, marks)
-        raise BadValue(name, wrong, problem) from None
+        raise BadValue(name, wrong, *problem) from None
 
 
-def _no_number(text: str, name: str, marks: Marks | None) -> str:
-    """What is wrong with a text, and the remedy."""
+def _no_number(text: str, name: str, marks: Marks | None) -> tuple[str, str]:
+    """What is wrong with a text, and the option to set if it is right."""
     written = f" with {marks}" if marks is not None else ""
-    remedy = f"correct it, or set columns: {{{name}: category}}"
+    option = f", or set columns: {{{name}: category}}"
     if len(text) < LONG:  # quoted as in JSON, which is YAML as well
-        remedy += f" or missing: [{json.dumps(text, ensure_ascii=False)}]"
+        option += f" or missing: [{json.dumps(text, ensure_ascii=False)}]"
     if found := find_marks(pa.array([text]), 1):
         known = found.marks
         told = f'decimal: "{known.decimal}"' if known else 'decimal: "," or thousands: ","'
         told += f', thousands: "{known.thousands}"' if known and known.thousands else ""
-        remedy = f"if it is one, set columns: {{{name}: {{kind: number, {told}}}}}"
-    return f"{shown(text)} is not a number{written}; {remedy}"
+        option = f", or if it is one, set columns: {{{name}: {{kind: number, {told}}}}}"
+    return f"{shown(text)} is not a number{written}; correct it", option
 
 
 def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str | None) -> pa.Array:
@@ -256,11 +256,9 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
     except pa.ArrowInvalid:
         rows = _all_failing(array, parse, ISO_TIMES if form is None else "")
         rule = "of the format " + repr(form) if form else "ISO 8601, as all rows before are"
-        problem = (
-            f"{shown(array[rows[0]].as_py())} is not a time {rule}; correct it, set format: "
-            f"(as in strptime), or set columns: {{{name}: category}}"
-        )
-        raise BadValue(name, rows, problem) from None
+        problem = f"{shown(array[rows[0]].as_py())} is not a time {rule}; correct it"
+        option = f", set format: (as in strptime), or set columns: {{{name}: category}}"
+        raise BadValue(name, rows, problem, option) from None
 
 
 def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
