@@ -145,7 +145,7 @@ def test_bad_requests_are_answered(served, exported):
         "[" * 5000: "the body does not fit",
         "\udcff".encode("utf-8", "surrogateescape"): "the body does not fit",
         '{"rows": [{"price": 1}]}': "the rows have no column 'user'",
-        as_json([{**row, "price": "cheap"}]): "'cheap' is not a number; correct it\"}",
+        as_json([{**row, "price": "cheap"}]): "'cheap' is not a number; correct it",
         as_json([row, {**row, "price": [1]}]): "the body does not fit",
         as_json([{**row, "price": [1]}]): "column 'price': it holds list",
         as_json([{**row, "price": 10**400}]): "the body does not fit",
