@@ -56,7 +56,8 @@ class Prefetcher:
             held.popleft()
             if held:
                 self._overlap(held[0])
-            held.extend(islice(source, 1))
+            ahead = self.look_ahead(prepared.batch.size)  # may have changed
+            held.extend(islice(source, max(ahead + 1 - len(held), 0)))
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Prepare a single batch, for which the step waits."""

@@ -19,7 +19,7 @@ from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_r
 from dlrm.utils.bags import Bags
 
 MAX_WINDOW = 32  # batches of a prefetch window
-MAX_LOOKUPS = 1 << 24  # of a prefetch window: more would gain little and take more memory
+MAX_LOOKUPS = 1 << 25  # of a prefetch window: more would gain little and take more memory
 
 
 class HostRows(PrefetchesRows, SharedRows):
@@ -113,12 +113,10 @@ class HostRows(PrefetchesRows, SharedRows):
             self.cached.prepare(rows, None, training=training, fetched=context.rows_fetched)
 
     def window_size(self, lookups: int) -> int:
-        """So large that two windows fit into the cache if a seventh of their ids are unique."""
+        """So large that the rows of two windows take most of the cache."""
         if not self._capacity:
             return 0
-        cache = self.cached
-        slots = len(cache.index.slot_to_row) if cache.active else self._capacity  # may be fewer
-        most = min(7 * slots // 2, MAX_LOOKUPS)
+        most = min(self.cached.window_lookups, MAX_LOOKUPS)
         return max(1, min(MAX_WINDOW, most // max(lookups, 1)))
 
     @property

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.lists import append
+from dlrm.kernels.offload.pinned_memory import zeros_in_same_memory
 from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program
@@ -54,6 +55,9 @@ class CacheIndex(NamedTuple):
     scores decay without an update."""
     step: Tensor
     """Number of the current window, from 1, 0-d int32."""
+    demand: Tensor
+    """Slots that the next window and the current one need for each look-up of the next, ``[1]``
+    fp32; 0: unknown. In host memory, where the host reads it without waiting for the GPU."""
     traffic: Tensor
     """Look-ups so far, look-ups of cached rows, rows fetched, rows evicted, and batches, ``[5]``
     int64."""
@@ -61,14 +65,16 @@ class CacheIndex(NamedTuple):
     """Number of windows after which a score is halved."""
 
     @classmethod
-    def empty(cls, rows: int, capacity: int, half_life: float, device: torch.device) -> Self:
-        """An index of a table with ``rows`` rows and a cache with ``capacity`` slots, all free."""
+    def empty(cls, weight: Tensor, capacity: int, half_life: float) -> Self:
+        """An index of a table ``[V, D]`` and a cache with ``capacity`` slots, all free."""
+        device = weight.device
         return cls(
-            row_to_slot=torch.full((rows,), -1, dtype=torch.int32, device=device),
+            row_to_slot=torch.full((len(weight),), -1, dtype=torch.int32, device=device),
             slot_to_row=torch.full((capacity,), -1, dtype=torch.int32, device=device),
             last_used=torch.full((capacity,), -1, dtype=torch.int32, device=device),
             lfu_score=torch.full((capacity,), -torch.inf, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
+            demand=zeros_in_same_memory(weight, (1,), torch.float32),
             traffic=torch.zeros(5, dtype=torch.int64, device=device),
             half_life=half_life,
         )
@@ -166,7 +172,7 @@ def _count_scores(index, histogram, capacity, AHEAD: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _evict(
-    index, lists, histogram, pages, most, capacity, shift,
+    index, lists, histogram, pages, n, most, capacity, shift,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """List the slots with the lowest scores, one for each missing row if possible, and their rows.
@@ -181,7 +187,8 @@ def _evict(
     # The bin at the limit, and the share of its slots that is needed.
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins, mask=bins < BINS - 1, other=0)
-    wanted = tl.minimum(tl.minimum(tl.load(counters), most), tl.sum(counts, 0))
+    missing, free = tl.load(counters), tl.sum(counts, 0)
+    wanted = tl.minimum(tl.minimum(missing, most), free)
     limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)
     below = tl.sum(tl.where(bins < limit, counts, 0), 0)
     share = (wanted - below) / tl.maximum(tl.sum(tl.where(bins == limit, counts, 0), 0), 1)
@@ -206,6 +213,8 @@ def _evict(
 
     if tl.program_id(0) == 0:
         tl.store(counters + 2, wanted)
+        if AHEAD:
+            tl.store(index.demand, (capacity - free + missing).to(tl.float32) / n)
     evicted = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
     tl.atomic_add(counters + 3, evicted, sem="relaxed")
     tl.atomic_add(index.traffic + 2, tl.sum(taken.to(tl.int64), 0), sem="relaxed")
@@ -304,7 +313,7 @@ def _list_moves(
     )  # fmt: skip
     grid = (triton.cdiv(capacity, BLOCK),)
     _count_scores[grid](index, histogram, capacity, **options)
-    _evict[grid](index, lists, histogram, leaving_pages, most, capacity, shift, **options)
+    _evict[grid](index, lists, histogram, leaving_pages, n, most, capacity, shift, **options)
 
     # Host memory is accessed in this order, which visits each of its pages once.
     ends = pages_of.cumsum(0, dtype=torch.int32)
@@ -346,6 +355,9 @@ def move_rows_torch(
     index.row_to_slot[rows[busy]] = -2 - window
     missing = rows[(slot < 0) & ~busy]
     free = (index.last_used < now).nonzero()[:, 0]
+    if ahead:
+        needed = len(index.slot_to_row) - len(free) + len(missing)
+        index.demand.fill_(needed / ids.numel())
     taken = free[index.lfu_score[free].argsort(stable=True)[: len(missing)]]
     index.row_to_slot[missing[len(taken) :]] = -2 - window
     missing = missing[: len(taken)]

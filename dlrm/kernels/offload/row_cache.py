@@ -28,9 +28,17 @@ from torch import Tensor, nn
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind
 from dlrm.kernels.offload.admission import CacheIndex, move_rows
-from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
+from dlrm.kernels.offload.pinned_memory import (
+    empty_on_host,
+    in_host_memory,
+    on_host,
+    zeros_in_same_memory,
+)
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.utils.streams import side_stream_of
+
+SHARE = 0.8  # of the slots that two windows should need: rows without one are slow
+DEMAND = 0.3  # slots that two windows need for each look-up of one, as long as it is unknown
 
 Window = tuple[Tensor, Tensor | None]
 """The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
@@ -130,7 +138,7 @@ class CachedRows(RowSource):
         device = weight.device
         capacity = min(self.capacity, slots_that_fit(weight.shape[1], device))
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
-        self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
+        self.index = CacheIndex.empty(weight, capacity, self.half_life)
         self.side = side_stream_of(device, "rows")
         self._moving = False  # rows are on their way
         self.active = True
@@ -147,6 +155,16 @@ class CachedRows(RowSource):
     def moves(self) -> bool:
         """Whether there is a cache for rows to move to."""
         return self.active and self.capacity > 0
+
+    @property
+    def window_lookups(self) -> int:
+        """Look-ups of a window, so that the rows of two windows take most of the slots."""
+        slots, demand = self.capacity, 0.0
+        if self.active:  # there may be fewer slots
+            slots, demand = len(self.index.slot_to_row), on_host(self.index.demand).item()
+        if slots == len(self.tensors[0][0]):
+            return 2**31  # there is a slot for each row
+        return int(SHARE * slots / (demand or DEMAND))
 
     @property
     def slots(self) -> Tensor:
