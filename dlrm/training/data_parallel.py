@@ -80,6 +80,11 @@ class GradientReducer:
         gather_ids = partial(self.world.gather_ids, equal=equal)
         return replace(context, equal_sizes=equal, bag_sizes=batch.bag_sizes, gather_ids=gather_ids)
 
+    def with_all_ids(self, batch: Batch) -> Batch:
+        """A one-hot batch with the ids of all processes, ``[F, total_size]``."""
+        _, ids = self.world.gather_ids(batch.ids, batch.ids, equal=self.is_even(batch))
+        return replace(batch, ids=ids)
+
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that was interrupted."""
         self._missing = [len(part) for part in self._parts]

@@ -13,6 +13,7 @@ from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.sparse_arch.arch import SparseArch
+from dlrm.training.data_parallel import GradientReducer
 from dlrm.utils.streams import side_stream_of
 
 
@@ -87,26 +88,47 @@ class RowPrefetcher(Prefetcher):
     row in the cache index once. The first batch is a window by itself, and its step waits for its
     rows. So is a batch before which the rows were moved otherwise, as by saving.
 
+    With several processes, an update changes the rows that any of them looks up, so the rows of all
+    of these are fetched. Batches with bags of ids are then looked up without.
+
     Args:
         arch: the tables; only one prefetcher at a time may fetch their rows.
+        reducer: of several processes.
     """
 
-    def __init__(self, arch: SparseArch) -> None:
+    def __init__(self, arch: SparseArch, reducer: GradientReducer | None = None) -> None:
         super().__init__()
         self._arch = arch
+        self._reducer = reducer
+        self._agreed: int | None = None  # batches to read ahead, the same on every process
         self._reset()
 
     def look_ahead(self, samples: int) -> int:
-        size = self._arch.window_size(samples * len(self._arch.num_embeddings))
-        return max(2 * size - 1, 0)
+        lookups = samples * len(self._arch.num_embeddings)
+        if self._reducer is None:
+            return 2 * self._arch.window_size(lookups) - 1
+        if self._agreed is None:
+            world = self._reducer.world
+            self._agreed = min(world.from_all(2 * self._arch.window_size(lookups * world.size) - 1))
+        return self._agreed
 
     def _reset(self) -> None:
         self._left = 0  # batches left of the current window
         self._coming = 0  # batches of the next window
+        self._of_all: deque[Batch] = deque()  # batches read so far, with the ids of all processes
 
     def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
+        if self._reducer is not None:
+            if any(batch.offsets is not None for batch in batches):
+                self._reset()
+                return NO_CONTEXT
+            # Each batch once, as it is read: the processes may begin windows at different steps.
+            self._of_all.extend(map(self._reducer.with_all_ids, batches[len(self._of_all) :]))
+            batches = [*self._of_all]
+            self._of_all.popleft()
+
         if not self._arch.rows_ready:
-            self._reset()
+            self._left = self._coming = 0
         if not self._left:
             fetched, self._coming = self._coming, 0  # it stays 0 if begin_window raises
             count = fetched or 1
@@ -156,8 +178,13 @@ class SortPrefetcher(Prefetcher):
         return [] if batch.offsets is not None else self._arch.sort(batch.ids)
 
 
-def make_prefetcher(arch: SparseArch, device: torch.device, *, alone: bool) -> Prefetcher:
-    """The prefetcher for these tables, in a single process or in each of several."""
-    if alone:  # else rows that other processes update would move
-        return RowPrefetcher(arch) if arch.window_size(1) else Prefetcher()
-    return SortPrefetcher(arch, device) if arch.at_peers else Prefetcher()
+def make_prefetcher(
+    arch: SparseArch, device: torch.device, reducer: GradientReducer | None = None
+) -> Prefetcher:
+    """The prefetcher for these tables, in a single process or, with a reducer, in each of several.
+
+    Tables at peers go first: rows in host memory are then fetched when they are looked up.
+    """
+    if reducer is not None and arch.at_peers:
+        return SortPrefetcher(arch, device)
+    return RowPrefetcher(arch, reducer) if arch.window_size(1) else Prefetcher()

@@ -1,6 +1,7 @@
 """Run by ``torchrun`` in test_processes.py: one process of several, checked against one alone.
 
-With the argument ``gpus``, each process has a GPU, and steps with dynamic tables are captured.
+With the argument ``gpus``, each process has a GPU, and steps with dynamic tables and with rows in
+host memory are captured.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def train(
     options = {"precision": precision, "clip_norm": clip_norm, "mode": mode}
     step = TrainStep(model, optimizers, **options, reducer=reducer)
     if world.size > 1:
-        assert step.prefetcher.look_ahead(8) == (spreading is not None and spreading.peers)
+        ahead = step.prefetcher.look_ahead(8)
+        peers = spreading is not None and spreading.peers
+        assert ahead == 1 if peers else (ahead > 0) == bool(model.sparse_arch.window_size(1))
     values = []
     whole = batches(multi_hot=multi_hot, totals=totals)
     shares = [share_of(batch, world).to(world.device) for batch in whole]
@@ -268,6 +271,8 @@ def check_gpus(world):
             options |= {"mode": "graph", "totals": [64] * 8}
         check_training(world, f"dynamic, {name}, by {by}, {exchange}", "dynamic", **options)
     check_training(world, "cross layers", "dense", interaction="dcn", by="row", threshold=300)
+    options = {"own": {"cache_rows": 90}, "by": "replicate", "mode": "graph", "totals": [64] * 12}
+    check_training(world, "rows in host memory", "offload", **options)
 
 
 def main():
@@ -310,6 +315,11 @@ def main():
     check_training(world, "clip", "dense", clip_norm=0.05)
     check_training(world, "cross layers", "dense", interaction="dcn")
     check_training(world, "replicas", "dense", by="replicate")
+    for rule, rows in itertools.product(("adagrad", "adam"), (90, 2000)):
+        options = {"rule": rule, "by": "replicate", "own": {"cache_rows": rows}}
+        check_training(world, f"rows in host memory, {rule}", "offload", **options)
+    host = {"rows": 900, "cache_share": 0.3}
+    check_training(world, "rows of any ids in host memory", "dynamic", own=host, by="replicate")
     for exchange in ("peers", "collective"):
         options = {"comm_dtype": "bf16", "exchange": exchange, "clip_norm": 0.05}
         check_training(world, f"bf16, {exchange}", "dense", **options)

@@ -369,7 +369,7 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     assert group.footprint() == [{"host": 160}]
     assert group.cache_stats() == {}
     optimizer = RowOptimizer(group.parameters(), "adagrad")
-    index = 4 * 10 + 4 * 3 * 4 + 4 + 5 * 8  # of rows, of slots, clock and counters
+    index = 4 * 10 + 4 * 3 * 4 + 4 + 2 * 4 + 5 * 8  # of rows, of slots, clock, demand, counters
     assert group.footprint() == [{"host": 160, "cache": 4 * 4 * 4 * 2, "index": index}]
     for ids in ([[0, 1, 1]], [[1, 2, 3]], [[4, 5, 6]]):
         step(group, optimizer, torch.tensor(ids), 0)
@@ -380,15 +380,36 @@ def test_stats_and_footprint_tell_what_the_cache_does():
 
 
 def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow(monkeypatch):
-    small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**6))
-    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 11, 3, 1]
-    assert [large.window_size(lookups) for lookups in (1, 2**18, 2**20, 2**22)] == [32, 13, 3, 1]
+    small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**5))
+    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 8, 2, 1]
+    assert [large.window_size(lookups) for lookups in (1, 10**4, 10**5, 10**6)] == [32, 26, 2, 1]
     assert build("offload", [10**6], 1, cache_rows=0).window_size(1) == 0
+    whole = build("offload", [10**6], 1, cache_rows=10**6)
+    assert [whole.window_size(lookups) for lookups in (10**6, 10**7, 10**9)] == [32, 3, 1]
 
     # The GPU may have too little memory for so many rows.
     monkeypatch.setattr(row_cache, "slots_that_fit", lambda dim, device: 1000)
     RowOptimizer(large.parameters(), "sgd")
-    assert [large.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 11, 3, 1]
+    assert [large.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 8, 2, 1]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(("distinct", "batches"), [(1, 32), (9, 4), (16, 2), (50, 1)])
+def test_windows_follow_the_rows_that_they_need(device, impl, distinct, batches):
+    """The rows of two windows take up to 80 of 100 slots."""
+    with device:
+        group = build("offload", [10_000], 1, cache_rows=100)
+    group.cached.impl = impl if device.type == "cpu" else None
+    RowOptimizer(group.parameters(), "sgd")
+    now = [torch.arange(distinct, device=device).repeat(10)[None]]
+    for first in range(1000, 7000, 1000):  # a batch looks up each of its rows 10 times
+        size = group.window_size(10 * distinct)
+        rows = torch.arange(first, first + size * distinct, device=device).repeat(10)
+        group.begin_window(now, [rows[None]])
+        now = []
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    assert group.window_size(10 * distinct) == batches
 
 
 @pytest.mark.gpu

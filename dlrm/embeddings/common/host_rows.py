@@ -27,7 +27,7 @@ class HostRows(PrefetchesRows, SharedRows):
 
     Rows of coming batches are fetched, and others written back, while earlier batches are computed
     (:mod:`dlrm.kernels.offload.row_cache`). With several processes, each of which has all tables,
-    rows are fetched when they are looked up, since an update on one changes the rows of all.
+    these are the rows that any of them looks up, since an update changes the rows of all.
     ``.to(device)`` leaves the rows in host memory and maps them for the device.
 
     Args:

@@ -56,8 +56,9 @@ class CacheIndex(NamedTuple):
     step: Tensor
     """Number of the current window, from 1, 0-d int32."""
     demand: Tensor
-    """Slots that the next window and the current one need for each look-up of the next, ``[1]``
-    fp32; 0: unknown. In host memory, where the host reads it without waiting for the GPU."""
+    """Slots that the current and the next window together need for each of their look-ups, 0 if
+    unknown; and the look-ups of the last window, ``[2]`` fp32. In host memory, where the host reads
+    it without waiting for the GPU."""
     traffic: Tensor
     """Look-ups so far, look-ups of cached rows, rows fetched, rows evicted, and batches, ``[5]``
     int64."""
@@ -74,7 +75,7 @@ class CacheIndex(NamedTuple):
             last_used=torch.full((capacity,), -1, dtype=torch.int32, device=device),
             lfu_score=torch.full((capacity,), -torch.inf, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            demand=zeros_in_same_memory(weight, (1,), torch.float32),
+            demand=zeros_in_same_memory(weight, (2,), torch.float32),
             traffic=torch.zeros(5, dtype=torch.int64, device=device),
             half_life=half_life,
         )
@@ -214,7 +215,9 @@ def _evict(
     if tl.program_id(0) == 0:
         tl.store(counters + 2, wanted)
         if AHEAD:
-            tl.store(index.demand, (capacity - free + missing).to(tl.float32) / n)
+            lookups = tl.load(index.demand + 1) + n
+            tl.store(index.demand, (capacity - free + missing) / lookups)
+        tl.store(index.demand + 1, n * 1.0)
     evicted = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
     tl.atomic_add(counters + 3, evicted, sem="relaxed")
     tl.atomic_add(index.traffic + 2, tl.sum(taken.to(tl.int64), 0), sem="relaxed")
@@ -279,9 +282,11 @@ def move_rows(
         ahead: move those of the next window, while the current one may be in progress.
         impl: see :mod:`dlrm.kernels`.
     """
+    if not ids.numel():
+        return
     if not use_triton(ids, impl):
         move_rows_torch(index, tensors, ids, starts, ahead=ahead)
-    elif ids.numel():
+    else:
         row_bytes = max(host.shape[1] * host.element_size() for host, _ in tensors)
         shift = max(1, PAGE // row_bytes).bit_length() - 1
         moves = _list_moves(index, ids, starts, ahead=ahead, shift=shift)
@@ -357,7 +362,8 @@ def move_rows_torch(
     free = (index.last_used < now).nonzero()[:, 0]
     if ahead:
         needed = len(index.slot_to_row) - len(free) + len(missing)
-        index.demand.fill_(needed / ids.numel())
+        index.demand[0] = needed / (index.demand[1] + ids.numel())
+    index.demand[1] = ids.numel()
     taken = free[index.lfu_score[free].argsort(stable=True)[: len(missing)]]
     index.row_to_slot[missing[len(taken) :]] = -2 - window
     missing = missing[: len(taken)]

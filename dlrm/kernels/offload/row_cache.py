@@ -38,7 +38,7 @@ from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.utils.streams import side_stream_of
 
 SHARE = 0.8  # of the slots that two windows should need: rows without one are slow
-DEMAND = 0.3  # slots that two windows need for each look-up of one, as long as it is unknown
+DEMAND = 0.15  # slots that they need for each of their look-ups, as long as it is unknown
 
 Window = tuple[Tensor, Tensor | None]
 """The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
@@ -161,10 +161,10 @@ class CachedRows(RowSource):
         """Look-ups of a window, so that the rows of two windows take most of the slots."""
         slots, demand = self.capacity, 0.0
         if self.active:  # there may be fewer slots
-            slots, demand = len(self.index.slot_to_row), on_host(self.index.demand).item()
+            slots, demand = len(self.index.slot_to_row), on_host(self.index.demand)[0].item()
         if slots == len(self.tensors[0][0]):
             return 2**31  # there is a slot for each row
-        return int(SHARE * slots / (demand or DEMAND))
+        return int(SHARE * slots / (demand or DEMAND)) // 2
 
     @property
     def slots(self) -> Tensor:
