@@ -230,9 +230,8 @@ def measure_windows(
         captured: look up, compute gradients and update in a CUDA graph.
     """
     optimizer = RowOptimizer(group.parameters(), rule, lr=0.01)
-    weight, size = group.weight, group.window_size(lookups)
+    weight = group.weight
     sorter = RowSorter(weight.device)
-    drawn = [draw(size) for _ in range(warm_up + 2 + WINDOWS + 1)]
     grad = torch.randn(lookups, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)
 
     def step(ids: Tensor) -> None:
@@ -243,19 +242,26 @@ def measure_windows(
             optimizer.step(sorter=sorter)
         optimizer.zero_grad()
 
-    def train_window(index: int, run: Callable[[Tensor], object]) -> None:
-        now: list[Ids] = [*drawn[index]]
-        group.begin_window([] if index else now, [*drawn[index + 1]])
-        for ids in drawn[index]:
+    def train_window(now: list[Tensor], coming: list[Tensor], run: Callable[..., object]) -> None:
+        group.begin_window([] if group.rows_ready else now, coming)
+        for ids in now:
             run(ids)
 
-    for index in range(warm_up):
-        train_window(index, step)
-    run = _captured(step, drawn[0][0]) if captured and weight.is_cuda else step
+    now = draw(1)
+    for _ in range(warm_up):  # windows as long as the cache asks for by then
+        coming = draw(group.window_size(lookups))
+        train_window(now, coming, step)
+        now = coming
+    _wait(weight.device.type)
+    size = group.window_size(lookups)
+    run = _captured(step, now[0]) if captured and weight.is_cuda else step
+
+    drawn = [now, *(draw(size) for _ in range(2 + WINDOWS))]
     before = group.cache_stats()
     counts = {"warm_up": 2, "steps": WINDOWS}
     device = weight.device
-    ms = harness.milliseconds(lambda i: train_window(warm_up + i, run), device, **counts) / size
+    windows = [*itertools.pairwise(drawn)]
+    ms = harness.milliseconds(lambda i: train_window(*windows[i], run), device, **counts) / size
 
     after = group.cache_stats()
     moved = {name: after[name] - before[name] for name in after}
