@@ -35,22 +35,23 @@ class Prefetcher:
 
     It reads as many batches ahead as it prepares. The next one is prepared while the step of the
     last one still runs on the GPU.
-
-    Attributes:
-        samples_held: samples of the batches that were read but not yielded yet, over all processes.
     """
 
     def __init__(self) -> None:
-        self.samples_held = 0
+        self._held: deque[Batch] = deque()
+
+    @property
+    def samples_held(self) -> int:
+        """Samples of the batches that were read but not yielded yet, over all processes."""
+        return sum(batch.total_size for batch in islice(self._held, 1, None))
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[PreparedBatch]:
         """Yield the batches in order. They must not change until their step."""
         self._reset()
         source = iter(batches)
-        held = deque(islice(source, 1))
+        held = self._held = deque(islice(source, 1))
         held.extend(islice(source, self.look_ahead(held[0].size) if held else 0))
         while held:
-            self.samples_held = sum(batch.total_size for batch in islice(held, 1, None))
             # Held until the step has been launched: then its memory may be reused.
             prepared = PreparedBatch(batch=held[0], context=self._prepare(list(held)))
             yield prepared
@@ -100,17 +101,18 @@ class RowPrefetcher(Prefetcher):
         super().__init__()
         self._arch = arch
         self._reducer = reducer
-        self._agreed: int | None = None  # batches to read ahead, the same on every process
+        self._ahead = 0  # batches to read ahead, the same number on every process
         self._reset()
 
     def look_ahead(self, samples: int) -> int:
         lookups = samples * len(self._arch.num_embeddings)
         if self._reducer is None:
-            return 2 * self._arch.window_size(lookups) - 1
-        if self._agreed is None:
+            if not self._left:
+                self._ahead = 2 * self._arch.window_size(lookups) - 1
+        elif not self._ahead:
             world = self._reducer.world
-            self._agreed = min(world.from_all(2 * self._arch.window_size(lookups * world.size) - 1))
-        return self._agreed
+            self._ahead = min(world.from_all(2 * self._arch.window_size(lookups * world.size) - 1))
+        return self._ahead
 
     def _reset(self) -> None:
         self._left = 0  # batches left of the current window
