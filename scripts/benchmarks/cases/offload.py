@@ -26,7 +26,6 @@ from torch import Tensor
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.common.host_rows import MAX_WINDOW, HostRows
-from dlrm.embeddings.common.row_caches import Ids
 from dlrm.embeddings.offload import Offload
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
