@@ -177,11 +177,7 @@ class HeldOut:
     ) -> float:
         """The log loss of scores without the calibration, which would hide that they diverged."""
         scale, shift = self._model.calibration.tolist()
-        logits, labels = (logits.double() - shift) / scale, labels.double()
-        losses = torch.nn.functional.softplus(logits) - logits * labels
-        if weights is None:
-            return float(losses.mean())
-        return float((losses * weights).sum() / weights.sum())
+        return metrics.log_loss((logits.double() - shift) / scale, labels, weights)
 
     def _warn_of_collapse(self, logits: Tensor, split: str, step: int) -> bool:
         """Whether all scores are equal: if no unit of a layer is active on any row, only the biases

@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.block import Block, project
-from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.dense import Dense
 
 
@@ -93,9 +91,3 @@ def test_rows_start_as_wide_as_dense_ones_and_train_as_fast(dim):
     up = torch.randn_like(out)
     out.backward(up)
     assert group.weight.grad.to_dense().std() == pytest.approx(1, rel=0.05)
-
-
-def test_a_budget_below_one_weight_per_row_is_refused():
-    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // 17
-    with pytest.raises(ValueError, match="--emb block: these tables need at least 1350"):
-        Block.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))

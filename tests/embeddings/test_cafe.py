@@ -189,13 +189,6 @@ def test_fitting_keeps_the_longest_rows():
     assert loss < 0.9 * sum(w[w.abs().amax(1) < 1].square().sum() for w in weights)
 
 
-def test_the_mean_of_many_rows_is_exact_in_bf16_too():
-    weight = (torch.randn(5000, 4) * 0.1 + 3).bfloat16()
-    group = Cafe.from_dense([weight], rows=1, pieces=1)
-    found, expected = group.weight[-1].float(), weight.float().mean(0)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
-
-
 def test_a_fit_forgets_former_owners():
     group, _, _ = trained()
     weights = [torch.randn(rows, 8) for rows in SIZES]

@@ -16,8 +16,3 @@ def test_the_best_fit_is_the_mean_of_those_that_share():
     group = Hash.from_dense([weight], rows=10)
     expected = torch.stack([weight[row::10].mean(0) for row in range(10)])
     torch.testing.assert_close(group.weight.detach(), expected)
-
-
-def test_a_table_below_the_cap_is_taken_over_as_it_is():
-    weight = torch.randn(25, 3)
-    assert torch.equal(Hash.from_dense([weight], rows=25).weight, weight)

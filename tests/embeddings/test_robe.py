@@ -75,12 +75,6 @@ def test_tables_of_zeros_stay_zero():
     assert not Robe.from_dense([torch.zeros(30, 4)], rows=10).to_dense().any()
 
 
-def test_the_mean_of_many_rows_is_exact_in_bf16_too():
-    weight = (torch.randn(5000, 4) * 0.1 + 3).bfloat16()
-    group = Robe.from_dense([weight], rows=1, block=4)
-    torch.testing.assert_close(group.weight[0].float(), weight.float().mean(0), rtol=0.01, atol=0)
-
-
 @pytest.mark.gpu
 def test_a_gpu_finds_the_same_pieces_of():
     group = Robe([3_000_000_000 // 4096, 500], 8, rows=100, block=4)

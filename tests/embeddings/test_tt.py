@@ -279,17 +279,6 @@ def test_a_budget_goes_to_trains_alone_if_no_row_is_to_be_exact():
     assert options[0]["rank"] > TT.for_budget(Budget([1000, 1000], 16, 7000))[0]["rank"]
 
 
-def test_budgets_at_the_ends():
-    sizes = [100000, 3, 50]
-    assert TT.for_budget(Budget(sizes, 16, 64 * sum(sizes))) == [None] * 3
-    with pytest.raises(ValueError, match=r"budget of 100 bytes .* --emb tt") as error:
-        TT.for_budget(Budget(sizes, 16, 100))
-    smallest = int(str(error.value).split("at least ")[1].split()[0])
-    assert TT.for_budget(Budget(sizes, 16, smallest))[0] == {"rank": 1, "keep": 0}
-    with pytest.raises(ValueError, match=f"at least {smallest} bytes"):
-        TT.for_budget(Budget(sizes, 16, smallest - 1))
-
-
 def exact_and_product(group, table, row):
     """The definition: an exact row, or the shared row and what a table of the others alone has."""
     kept = group.kept[table]
