@@ -109,7 +109,8 @@ def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
 
-    add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
+    help_of_inputs = "raw files, or patterns such as 'day_*.gz', in the order of time"
+    add("inputs", nargs="+", metavar="INPUT", type=path_arg, help=help_of_inputs)
 
     # The rows of each split.
     add(

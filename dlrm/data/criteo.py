@@ -14,6 +14,7 @@ from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
 from dlrm.data.prepare.files import without_empty
 from dlrm.data.prepare.infer import read_types
+from dlrm.data.prepare.input_paths import find_files
 from dlrm.data.prepare.learner import EarlierIds
 from dlrm.data.prepare.pipeline import Preparation, RunOptions
 from dlrm.data.prepare.spill import Spilled
@@ -88,7 +89,7 @@ def prepare(
     """Prepare raw logs for training.
 
     Args:
-        inputs: raw files, in the order of time.
+        inputs: raw files, or patterns of them, in the order of time.
         output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``,
             ``vocabulary/C1.parquet`` .., ``bad_rows.json`` and ``meta.json``.
         options: options that determine the results.
@@ -102,7 +103,7 @@ def prepare(
         ValueError: there are bad rows (unless they are to be skipped) or no rows to train on, or
             another process is preparing ``output``.
     """
-    paths = without_empty(_files(inputs))
+    paths = without_empty(find_files(inputs))
     if options.ids_of is not None:
         options = inherit_options(options)
 
@@ -180,17 +181,6 @@ def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
     if split == ("days",):
         return split_by_days(rows)
     return split_by_shares(sum(rows), *_exact_shares(split)[:2])
-
-
-def _files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    paths = [Path(path) for path in inputs]
-    resolved = [path.resolve() for path in paths]
-    for path, own in zip(paths, resolved, strict=True):
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is not a file; the inputs must be raw Criteo logs")
-        if resolved.count(own) > 1:
-            raise ValueError(f"{path} is given more than once; give each input once")
-    return paths
 
 
 def _exact_shares(split: tuple[str, ...]) -> tuple[Fraction, ...]:

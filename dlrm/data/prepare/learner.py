@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -94,21 +94,20 @@ class Learner:
         Raises:
             ValueError: no feature has a value in any training row, or a value has no id.
         """
-        plan, found = self.transform.plan, []
+        plan, every = self.transform.plan, []
         if self.earlier is None and plan.weight is not None:
             self.transform.mean_weight = self._mean_weight(plan.weight)
         with progress_bar("learn", "features", progress) as bar:
             bar.total = len(plan.features)
             # Two features at a time, whatever the number of cores, to bound the memory.
-            for described in map_in_order(self._learn, enumerate(plan.features), 2):
-                found += [] if described is None else [described]
+            for learned in map_in_order(self._learn, enumerate(plan.features), 2):
+                every.append(learned)
                 bar.update()
-        files = (self.work / "ids" / f"{index}.json" for index in range(len(plan.features)))
-        note_features(plan.features, list(map(read_json, files)))
-        return tuple(found)
+        note_features(plan.features, every)
+        return tuple(Categorical(**own["categorical"]) for own in every if "categorical" in own)
 
-    def _learn(self, numbered: tuple[int, Feature]) -> Categorical | None:
-        """Learn one feature, unless an earlier run did, and put it into the transform."""
+    def _learn(self, numbered: tuple[int, Feature]) -> dict[str, Any]:
+        """Learn one feature, unless an earlier run did; what is learned is in the transform."""
         index, feature = numbered
         done = self.work / "ids" / f"{index}.json"
         if not done.exists():
@@ -127,7 +126,7 @@ class Learner:
         if feature.bucketed:
             vocabulary = self.work / Meta.vocabulary_file(name)
             self.transform.vocabularies[name] = Vocabulary.read(vocabulary)
-        return Categorical(**learned["categorical"]) if "categorical" in learned else None
+        return dict(learned)
 
     def _learned(self, index: int, feature: Feature) -> dict[str, object]:
         """What is learned of a feature, as plain values."""
