@@ -35,7 +35,6 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm.commands.prepare_table import print_summary
-from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import Meta
 from dlrm.utils.atomic import atomic_write
@@ -204,7 +203,7 @@ def make(
         raise ValueError(f"--products is {share:g}; it is a share of all products, at most 1")
     joined = output.with_name(f"{output.name}.parquet")
     write_joined(package_data(), joined, share)
-    files, plan = open_and_plan([joined], build_options(OPTIONS))
+    files, plan = open_and_plan([joined], OPTIONS)
     return prepare_table(files, plan, output, overwrite=overwrite, workers=workers)
 
 

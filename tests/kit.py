@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
-from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.table import open_and_plan, prepare_table
@@ -96,7 +95,7 @@ def write_rows(path: Path, columns: Mapping[str, Sequence[Any]], delimiter: str 
 
 def plan_rows(rows: Any, /, **options: Any) -> tuple[list[RawFile], ColumnPlan]:
     """Open one or several files of raw rows, and find what their columns are."""
-    return open_and_plan(rows if isinstance(rows, list) else [rows], build_options(options))
+    return open_and_plan(rows if isinstance(rows, list) else [rows], options)
 
 
 def prepare_rows(
@@ -105,7 +104,7 @@ def prepare_rows(
     """Prepare raw rows as ``prepare_table.py`` does; returns the description and the columns."""
     skip_bad = given.get("bad_rows", "stop") != "stop"
     inputs = rows if isinstance(rows, list) else [rows]
-    files, plan = open_and_plan(inputs, build_options(dict(options or {})), skip_bad=skip_bad)
+    files, plan = open_and_plan(inputs, options or {}, skip_bad=skip_bad)
     return prepare_table(files, plan, output, progress=False, **given), plan
 
 

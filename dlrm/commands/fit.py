@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from dlrm.commands.train import Run
 from dlrm.config.cli import check
 from dlrm.config.schema import RunConfig
-from dlrm.data.prepare.column_options import TableOptions, build_options
+from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.raw_rows import as_batch
 from dlrm.data.prepare.table import open_and_plan, prepare_table
@@ -141,7 +141,7 @@ def _prepare(
         inputs = [file]
 
     try:
-        files, plan = open_and_plan(inputs, build_options(options))
+        files, plan = open_and_plan(inputs, options)
         print(format_plan(plan))
         prepare_table(files, plan, data, progress=progress)
     except ValueError as error:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm.data.prepare.column_options import build_options, read_options
+from dlrm.data.prepare.column_options import TableOptions, read_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.infer import ColumnsError, format_plan
@@ -26,6 +26,7 @@ from dlrm.data.schema import HASHED, Meta
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import listing, printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, peak_process_memory
+from dlrm.utils.validation import validate
 
 EPILOG = """\
 With --criteo, raw logs of Criteo are prepared: dlrm prepare --criteo --help.
@@ -81,9 +82,9 @@ def _prepare(options: Namespace) -> None:
     # What each column is; it is printed before an error about columns, too.
     content, skip_bad = _content(options), options.bad_rows != "stop"
     if options.ids_of is None:
-        table = build_options(content, f"{options.config}: " if options.config else "")
+        where = f"{options.config}: " if options.config else ""
         try:
-            files, plan = open_and_plan(options.inputs, table, skip_bad=skip_bad)
+            files, plan = open_and_plan(options.inputs, content, where, skip_bad=skip_bad)
         except ColumnsError as error:
             print(error.summary, flush=True)
             raise
@@ -183,7 +184,7 @@ def _later_rows(
             f"{ids_of} was prepared"
         )
     split = content.get("split") or {"train": "0", "val": "0", "test": "1"}
-    options = build_options({"split": split}, f"{config}: " if config else "")
+    options = validate(TableOptions, {"split": split}, f"{config}: " if config else "")
     files, plan, left_out = open_later_rows(inputs, ids_of, options.split)
     for name in left_out:
         print(f"note: column {printable(name)} is left out, {ids_of} was prepared without it")

@@ -13,7 +13,7 @@ from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
 from ...utils.documents import read_yaml
-from ...utils.validation import Closed, Flag, Text, Texts, Whole, as_list, validate
+from ...utils.validation import Closed, Flag, Text, Texts, Whole, as_list
 from .number_texts import Marks
 
 Kind = Literal["number", "category", "list", "time", "label", "weight", "split", "pass", "drop"]
@@ -221,16 +221,3 @@ def read_options(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold options as name: value")
     return content
-
-
-def build_options(content: Mapping[str, Any], where: str = "") -> TableOptions:
-    """Options from nested mappings, as YAML or JSON has them.
-
-    Args:
-        content: names and values.
-        where: the file, for errors.
-
-    Raises:
-        ValueError: a name is unknown, or a value has another type or range.
-    """
-    return validate(TableOptions, dict(content), where)

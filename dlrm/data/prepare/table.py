@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -13,6 +13,7 @@ import yaml
 
 from ...utils.atomic import atomic_write
 from ...utils.messages import did_you_mean
+from ...utils.validation import validate
 from ..schema import Meta
 from .bad_rows import BadRowsRule
 from .column_options import ColumnOptions, SplitOptions, TableOptions
@@ -33,19 +34,25 @@ MADE_BY = "scripts/prepare_table.py"
 
 
 def open_and_plan(
-    inputs: Sequence[str | os.PathLike[str]], options: TableOptions, *, skip_bad: bool = False
+    inputs: Sequence[str | os.PathLike[str]],
+    content: Mapping[str, Any],
+    where: str = "",
+    *,
+    skip_bad: bool = False,
 ) -> tuple[list[RawFile], ColumnPlan]:
     """Find the files and decide what each column is.
 
     Args:
         inputs: files, directories or patterns.
-        options: what is given.
+        content: the options that are given, as YAML or JSON has them.
+        where: begins errors of the options, such as ``"FILE: "``.
         skip_bad: leave out lines that are no rows of the table.
 
     Raises:
         FileNotFoundError: an input does not exist.
-        ValueError: the files differ, or nothing can be made of a column.
+        ValueError: an option is wrong, the files differ, or nothing can be made of a column.
     """
+    options = validate(TableOptions, dict(content), where)
     files = open_files(find_files(inputs), options)
     return files, plan_columns(files, options, skip_bad=skip_bad)
 

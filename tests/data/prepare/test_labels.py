@@ -5,11 +5,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.prepare.codes import LabelRule, labels
-from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.utils.documents import read_yaml
+from dlrm.utils.validation import validate
 from tests.kit import ALL_TRAIN, prepare_rows, write_rows
 
 NAN = float("nan")
@@ -50,7 +51,7 @@ def test_the_one_other_value_counts_as_0(tmp_path, form):
 
 def read_yaml_options(tmp_path, text):
     (tmp_path / "again.yaml").write_text(text)
-    return build_options(read_yaml(tmp_path / "again.yaml"))
+    return validate(TableOptions, read_yaml(tmp_path / "again.yaml"))
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
@@ -125,9 +126,9 @@ def test_a_label_is_one_value(tmp_path, options):
 
 def test_options_that_contradict_each_other():
     with pytest.raises(ValueError, match="negative needs positive"):
-        build_options({"negative": "no"})
+        validate(TableOptions, {"negative": "no"})
     with pytest.raises(ValueError, match="'no' is in positive and in negative"):
-        build_options({"positive": ["yes", "no"], "negative": ["no"]})
+        validate(TableOptions, {"positive": ["yes", "no"], "negative": ["no"]})
 
 
 def test_rows_to_score_have_the_same_labels(tmp_path):

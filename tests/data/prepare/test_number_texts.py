@@ -5,12 +5,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.kinds import find_kind
 from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.values import BadValue, numbers
+from dlrm.utils.validation import validate
 from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, write_rows
 
 EVERYTHING = ALL_TRAIN | {"transform": "none"}
@@ -156,7 +157,7 @@ def test_a_split_by_numbers_with_a_comma(tmp_path):
 )
 def test_marks_that_are_none(own, message):
     with pytest.raises(ValueError, match=message):
-        build_options({"columns": {"price": own}})
+        validate(TableOptions, {"columns": {"price": own}})
 
 
 @pytest.mark.parametrize(
@@ -186,5 +187,5 @@ def test_numbers_with_a_symbol(tmp_path, texts, wanted, told):
     plan, found = prepared(tmp_path, path)
     assert told in format_plan(plan)
     assert found[:3] == wanted
-    again = build_options(yaml.safe_load(options_as_yaml(plan)))
+    again = validate(TableOptions, yaml.safe_load(options_as_yaml(plan)))
     assert again.columns["price"].marks == plan.columns[2].options.marks

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.rates import FEW, Rates, prior_rows, rate_names
 from dlrm.data.prepare.table import open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
@@ -34,7 +34,7 @@ def prepare(table, out, ids_of=None, split=("0.8", "0.1", "0.1"), grow=False, **
         columns = {"user": {"kind": "category", "min_count": 3}, "tags": "list"}
         files, plan = plan_rows(path, columns=columns, split=split, **options)
     else:
-        files, plan, _ = open_later_rows([path], ids_of, build_options({"split": split}).split)
+        files, plan, _ = open_later_rows([path], ids_of, SplitOptions(**split))
     prepare_table(files, plan, out, ids_of=ids_of, grow=grow, progress=False, block_bytes=3000)
     return [pd.read_parquet(out / f"{split}.parquet") for split in ("train", "val", "test")]
 

@@ -15,7 +15,7 @@ import pytest
 
 from dlrm.data import criteo
 from dlrm.data.prepare import learner
-from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
@@ -200,7 +200,7 @@ def test_every_format_gives_the_same(prepared, tmp_path, form):
 
 
 def prepare_later(inputs, output, ids_of, split=None, **kwargs):
-    split = build_options({"split": split or {"train": "0", "val": "0", "test": "1"}}).split
+    split = SplitOptions(**(split or {"train": "0", "val": "0", "test": "1"}))
     files, plan, left_out = open_later_rows([inputs], ids_of, split)
     meta = prepare_table(files, plan, output, ids_of=ids_of, progress=False, **kwargs)
     return meta, left_out
@@ -216,8 +216,8 @@ def test_folders_are_columns_and_numbers_in_names_are_in_order(tmp_path, capfd):
         table = {"label": [0, 1] * 60, "city": ["x", "y"] * 60, "shop": [number] * 120}
         pq.write_table(pa.table(table), directory / "part.parquet")
     whole = {"split": {"train": 1, "val": 0, "test": 0}, "rates": False}
-    files, plan = open_and_plan([rows], build_options(whole))
-    pattern = open_and_plan([str(rows / "*" / "day=*")], build_options(whole))[0]
+    files, plan = open_and_plan([rows], whole)
+    pattern = open_and_plan([str(rows / "*" / "day=*")], whole)[0]
     assert [file.path for file in pattern] == [file.path for file in files]
     assert {c.name: c.why for c in plan.columns}["shop"].startswith("integers, 2 values")
     prepare_table(files, plan, tmp_path / "out", progress=False)
@@ -230,7 +230,7 @@ def test_folders_are_columns_and_numbers_in_names_are_in_order(tmp_path, capfd):
     assert scored["day"].to_pylist() == [ids["id"][ids["value"].index("3")]] * 120
 
     texts = write_csv(rows / "9" / "day=3" / "rows.csv", [{"label": 0, "city": "x"}])
-    open_and_plan([texts], build_options({}))
+    open_and_plan([texts], {})
     assert "no column is made of day" in capfd.readouterr().err
 
 
@@ -238,7 +238,7 @@ def test_a_column_without_a_value_in_any_of_several_files(tmp_path):
     for file in ("a", "b"):
         rows = {"label": [0, 1] * 60, "city": ["x", "y"] * 60, "null": pa.nulls(120)}
         pq.write_table(pa.table(rows), tmp_path / f"{file}.parquet")
-    plan = open_and_plan([tmp_path], build_options({}))[1]
+    plan = open_and_plan([tmp_path], {})[1]
     assert {c.name: c.why for c in plan.columns}["null"] == "no value in the first rows"
 
 
