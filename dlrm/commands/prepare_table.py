@@ -34,8 +34,8 @@ With --criteo, raw logs of Criteo are prepared: dlrm prepare --criteo --help.
 Input: CSV, TSV, JSON lines (plain, gzip or zstd) or Parquet: files, directories, or patterns such
 as 'part-*.csv'. All files have the same columns.
 
-What each column is (a number, a category, a list, a time) is found in the first rows and printed.
-A YAML file overrides it; every option has a default:
+What each column is (a number, a vector, a category, a list, a time) is found in the first rows and
+printed. A YAML file overrides it; every option has a default:
 
   label: clicked
   split: {by: time, column: when, train: 0.8, val: 0.1, test: 0.1}

@@ -16,7 +16,9 @@ from ...utils.documents import read_yaml
 from ...utils.validation import Closed, Flag, Text, Texts, Whole, as_list
 from .number_texts import Marks
 
-Kind = Literal["number", "category", "list", "time", "label", "weight", "split", "pass", "drop"]
+Kind = Literal[
+    "number", "vector", "category", "list", "time", "label", "weight", "split", "pass", "drop"
+]
 Transform = Literal["auto", "none", "log", "log3", "standard", "robust", "quantile"]
 TimePart = Literal["hour", "weekday", "age"]
 Positive = Annotated[Whole, Ge(1)]
@@ -32,11 +34,13 @@ class ColumnOptions(Closed):
     """The kind of a column, and how its values become features. None: inferred, or the default."""
 
     kind: Kind | None = None
-    """``number``: a dense feature. ``category``: a categorical one. ``list``: a multi-hot one.
-    ``time``: several features. ``label``, ``weight``, ``split``: the column that says it.
-    ``pass``: written to the result as it is. ``drop``: left out."""
+    """``number``: a dense feature. ``vector``: ``size`` of them. ``category``: a categorical one.
+    ``list``: a multi-hot one. ``time``: several features. ``label``, ``weight``, ``split``: the
+    column that says it. ``pass``: written to the result as it is. ``drop``: left out."""
     transform: Transform | None = None
-    """Of a number; see :mod:`dlrm.data.prepare.numbers`."""
+    """Of a number or a vector; see :mod:`dlrm.data.prepare.numbers`."""
+    size: Annotated[Whole, Ge(1)] | None = None
+    """Of a vector: how many numbers each row has."""
     buckets: Annotated[Whole, Ge(2)] = 32
     """Number of buckets of the transform ``quantile``."""
     bucketed: bool = False
@@ -69,6 +73,8 @@ class ColumnOptions(Closed):
     def __post_init__(self) -> None:
         if self.decimal is not None and self.decimal == self.thousands:
             raise ValueError(f"decimal and thousands are both {self.decimal!r}; name one of them")
+        if self.kind == "vector" and self.transform == "quantile":
+            raise ValueError("transform is quantile, which makes ids; a vector has numbers only")
 
     @property
     def marks(self) -> Marks | None:

@@ -50,13 +50,13 @@ class Feature:
     name: str
     column: Column
     part: str = ""
-    """Of a time, or the bucket of a number."""
+    """Of a time or a vector, or the bucket of a number."""
 
     @property
     def dense(self) -> bool:
         """Whether it is a number; all others are ids."""
         if self.part:
-            return self.part == "age"
+            return self.part == "age" or self.column.kind == "vector"
         return self.column.kind == "number" and self.column.options.transform != "quantile"
 
     @property
@@ -199,6 +199,9 @@ def _features(columns: Sequence[Column]) -> Iterator[Feature]:
             yield Feature(name=column.name, column=column)
             if column.options.bucketed and column.options.transform != "quantile":
                 yield Feature(name=f"{column.name}_bucket", column=column, part="bucket")
+        elif column.kind == "vector":
+            for part in map(str, range(column.options.size or 0)):
+                yield Feature(name=f"{column.name}_{part}", column=column, part=part)
         elif column.kind == "time":
             for part in column.options.parts or ():
                 yield Feature(name=f"{column.name}_{part}", column=column, part=part)

@@ -47,7 +47,7 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
     if required and options.split.column is not None:
         columns[SPLIT] = _split_column(plan, raw)
 
-    # The parts of a time share what was parsed.
+    # The parts of a time or a vector share what was parsed.
     moments: dict[str, np.ndarray] = {}
     for feature in plan.features:
         column = feature.column
@@ -57,6 +57,10 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
                 form = own.format, own.unit
                 moments[name] = values.times(raw[name], name, options.missing, *form)
             columns[feature.name] = values.time_part(moments[name], feature.part)
+        elif column.kind == "vector":
+            if name not in moments:
+                moments[name] = values.vectors(raw[name], name, own.size or 0)
+            columns[feature.name] = pa.array(moments[name][int(feature.part)])
         else:
             columns[feature.name] = _feature_column(plan, feature, raw[name])
 

@@ -177,6 +177,11 @@ def _column(
         own = replace(own, **asdict(marks))
     if inferred.unit is not None:
         own = replace(own, unit=inferred.unit)  # type: ignore[arg-type]
+    if own.kind == "vector" and own.size is None:
+        size = inferred.size or find_kind(name, values[0], untyped).size
+        if size is None:
+            raise NoFeatureError(f"{values[0].type}, not lists of numbers")
+        own = replace(own, size=size)
     found = _type_name(values[0].type)
     filled = _filled(own, values[0], options)
     return Column(name=name, found=found, why=inferred.why, options=filled)
@@ -223,6 +228,8 @@ def _becomes(column: Column, table: TableOptions) -> str:
         special = {"quantile": "a bucket", "log3": "0 before it"}
         missing = special.get(str(options.transform), "0 after it")
         return f"{options.transform}, missing: {missing}{', and a bucket' * options.bucketed}"
+    if column.kind == "vector":
+        return f"{options.size} numbers, {options.transform}, missing: 0 after it"
     if column.kind in ("category", "list"):
         limits = {"min_count": options.min_count, "cap": options.cap, "hash": options.hash}
         told = [f"{name} {value}" for name, value in limits.items() if value not in (None, 1)]
@@ -328,6 +335,9 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
     """The options of a column with all defaults."""
     if own.kind == "number":
         return replace(own, transform=own.transform or options.transform)
+    if own.kind == "vector":
+        default = "auto" if options.transform == "quantile" else options.transform
+        return replace(own, transform=own.transform or default)
     if own.kind == "time":
         dates = pa.types.is_date(sample.type) or whole_days(sample, own.format)
         return replace(own, parts=own.parts or (PARTS[1:] if dates else PARTS))

@@ -16,7 +16,7 @@ from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .column_options import yaml_line
 from .number_texts import PLAIN, Marks, find_marks
-from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_text, times
+from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_text, times
 
 FEW_VALUES = 20
 EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids
@@ -49,6 +49,8 @@ class InferredKind:
     """Of numbers that are not written plainly."""
     unit: str | None = None
     """Of times that are numbers."""
+    size: int | None = None
+    """Of vectors."""
 
 
 class NoFeatureError(ValueError):
@@ -76,7 +78,10 @@ def find_kind(
         entries = kind.value_type
         if is_text(entries) or pa.types.is_integer(entries):
             return InferredKind(kind="list", why=f"lists of {entries}")
-        raise NoFeatureError(f"{kind}, and a list holds texts or integers")
+        sizes = pc.unique(pc.list_value_length(sample.drop_null())).to_pylist()
+        if is_number(entries) and len(sizes) == 1 and sizes[0]:
+            return InferredKind(kind="vector", why=f"lists of {sizes[0]} numbers", size=sizes[0])
+        raise NoFeatureError(f"{kind}, and a list holds texts, integers, or always as many numbers")
     if pa.types.is_nested(kind):
         raise NoFeatureError(f"{kind}, whose fields are to be taken apart first")
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .number_texts import Marks, find_marks
 
@@ -63,6 +64,30 @@ def numbers(
     if len(rows := np.flatnonzero(np.isinf(found))):
         problem = f"{found[rows[0]]} is not a finite number; correct or remove it"
         raise BadValue(name, rows, problem)
+    return found
+
+
+def vectors(array: pa.Array, name: str, size: int) -> NDArray[np.float64]:
+    """``[size, n]`` numbers of lists; those of a missing list are NaN.
+
+    Raises:
+        BadValue: a list has another number of entries, or an entry is infinite.
+    """
+    found = np.full((size, len(array)), np.nan)
+    if array.type == pa.null():
+        return found
+    if not is_list(array.type):
+        raise BadValue(name, [], f"it holds {array.type}, not lists; make it another kind")
+    sizes = pc.list_value_length(array).fill_null(-1).to_numpy(zero_copy_only=False)
+    if len(rows := np.flatnonzero((sizes != size) & (sizes >= 0))):
+        problem = f"the list has {sizes[rows[0]]} entries; it must have {size}: correct it"
+        raise BadValue(name, rows, problem)
+    try:
+        entries = numbers(array.flatten(), name)  # without those of missing lists
+    except BadValue as error:
+        error.rows = np.flatnonzero(sizes >= 0)[error.rows // size]
+        raise
+    found[:, sizes >= 0] = entries.reshape(-1, size).T
     return found
 
 

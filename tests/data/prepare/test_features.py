@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from dlrm.data.prepare import numbers
 from dlrm.data.prepare.infer import format_plan
@@ -73,6 +74,74 @@ def test_kinds_that_are_found(tmp_path):
     assert {c.name for c in told.categorical if c.multi_hot} == {"tags", "numbers", "bars", "none"}
     assert "day_hour" not in told.tables
     assert {"day_weekday", "when_hour", "iso_hour"} <= set(told.tables)
+
+
+VECTORS = [[1.5, -2.0, 0.0], None, [NAN, 4.0, None], [0.5, 0.5, 0.5]] * 30
+
+
+@pytest.mark.parametrize(
+    "type_",
+    [pa.list_(pa.float64()), pa.list_(pa.float32(), 3), pa.large_list(pa.float16())],
+    ids=str,
+)
+def test_lists_of_as_many_numbers_each_are_vectors(tmp_path, type_):
+    columns = {
+        "label": [0, 1] * 60,
+        "user": ["a", "b", "c"] * 40,
+        "taste": pa.array(VECTORS, type_),
+    }
+    given = {"transform": "none", "rates": False}
+    table = prepare(tmp_path, columns, **given, **ALL_TRAIN)["train"]
+    expected = np.nan_to_num(np.array([row or [NAN] * 3 for row in VECTORS], float))
+    found = np.stack([table[f"taste_{number}"].to_numpy() for number in range(3)], axis=1)
+    assert np.array_equal(found, expected)
+    assert Meta.read(tmp_path / "out").dense == ("taste_0", "taste_1", "taste_2")
+    options = yaml.safe_load((tmp_path / "out" / "table.yaml").read_text())["columns"]
+    assert options["taste"] == {"kind": "vector", "transform": "none", "size": 3}
+
+    # Later rows, as lists of another type too.
+    rows = [{"user": "a", "taste": [1, 2, 3]}, {"user": "b", "taste": [0.5, None, 2.0]}]
+    for batch in (rows, rows[:1]):
+        later = Transform.load(tmp_path / "out").apply(as_batch(batch))
+        numbers = [later[f"taste_{number}"].to_pylist() for number in range(3)]
+        assert numbers == [[1, 0.5][: len(batch)], [2, 0][: len(batch)], [3, 2][: len(batch)]]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], "row 122, column 'taste': the list has 2 entries; it must have 3: correct it"),
+        ([1.0, 2.0, np.inf], "row 122, column 'taste': inf is not a finite number"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_named(tmp_path, monkeypatch, value, message):
+    rows = [*VECTORS, None, value]
+    columns = {"label": [0, 1] * 61, "user": ["a", "b"] * 61, "taste": pa.array(rows)}
+    path = write_rows(tmp_path / "rows.parquet", columns)
+    options = {"columns": {"taste": {"kind": "vector", "size": 3}}}
+    with pytest.raises(ValueError, match=message):
+        prepare_rows(path, tmp_path / "out", options | ALL_TRAIN)
+    meta, _ = prepare_rows(path, tmp_path / "out", options | ALL_TRAIN, bad_rows="skip")
+    assert meta.splits["train"].rows == 121
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ([[0.5], [0.5, 1.0]], {}, "a list holds texts, integers, or always as many numbers"),
+        (["0.5 1", "2 3"], {"taste": "vector"}, "'taste' .string, not lists of numbers"),
+        (
+            [[0.5]] * 2,
+            {"taste": {"kind": "vector", "transform": "quantile"}},
+            "a vector has numbers only",
+        ),
+    ],
+)
+def test_columns_that_are_no_vectors(tmp_path, values, options, message):
+    columns = {"label": [0, 1] * 60, "user": ["a", "b"] * 60, "taste": values * 60}
+    path = write_rows(tmp_path / "rows.parquet", columns)
+    with pytest.raises(ValueError, match=message):
+        plan_rows(path, columns=options)
 
 
 def test_the_hour_is_that_of_the_place(tmp_path):
