@@ -151,7 +151,7 @@ def test_no_column_is_dropped_silently(tmp_path, capsys):
     rows = {"label": [0, 1] * 100, "c": ["a", "b"] * 100}
     for values, reason in (
         ([{"a": 1}] * 200, "struct"),
-        ([[1.5]] * 200, "list<.*double>"),
+        ([[1.5], []] * 100, "list<.*double>"),
         (list(range(200)), "counts the rows: 0, 1, 2"),
     ):
         pq.write_table(pa.table(rows | {"odd": values}), tmp_path / "rows.parquet")
