@@ -9,8 +9,7 @@ blocks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from binascii import unhexlify
+from binascii import hexlify, unhexlify
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,8 +24,8 @@ MISSING = -1
 POSITION_BITS = 31
 
 
-class Keys(ABC):
-    """Distinct values, their counts, and the id of each entry of all dictionaries.
+class HexKeys:
+    """Integer keys of hex digits: the distinct ones, and the id of each entry of all dictionaries.
 
     Args:
         path: the file that gets the ids of all entries, int32.
@@ -34,17 +33,17 @@ class Keys(ABC):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._counts = np.empty(0, np.int64)
+        self._counts = self._keys = np.empty(0, np.int64)
 
-    @abstractmethod
     def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
         """Add the dictionaries of the next blocks, and how often each of their entries occurs."""
+        keys = np.concatenate([self._keys, *(part.to_numpy() for part in entries)])
+        self._keys, self._counts = sum_counts(keys, np.concatenate([self._counts, *counts]))
 
-    @abstractmethod
     def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
         """The distinct values ``[n]`` in rising order, and the count ``[n]`` of each."""
+        return pa.array(self._keys), self._counts
 
-    @abstractmethod
     def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
         """Write the id of each entry of all dictionaries.
 
@@ -52,26 +51,6 @@ class Keys(ABC):
             ids: ``[n]`` of the values that :meth:`ordered` returned.
             chunks: the dictionaries that were added.
         """
-
-
-class HexKeys(Keys):
-    """Integer keys of hex digits."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._keys = np.empty(0, np.int64)
-
-    def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
-        """See :class:`Keys`."""
-        keys = np.concatenate([self._keys, *(part.to_numpy() for part in entries)])
-        self._keys, self._counts = sum_counts(keys, np.concatenate([self._counts, *counts]))
-
-    def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """See :class:`Keys`."""
-        return pa.array(self._keys), self._counts
-
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
-        """See :class:`Keys`."""
         with self._path.open("wb") as file:
             for chunk in chunks:
                 entries = np.concatenate([part.to_numpy() for part in chunk])
@@ -79,19 +58,19 @@ class HexKeys(Keys):
                 file.write(look_up(self._keys, ids, entries).data)
 
 
-class TextKeys(Keys):
-    """Texts, in the order in which they first occur.
+class TextKeys:
+    """The same for texts, in the order in which they first occur.
 
     Until the ids are known, the file has the position of each entry among the distinct values.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        self._path, self._counts = path, np.empty(0, np.int64)
         self._path.write_bytes(b"")  # a killed run may have left it
         self._values = pa.array([], pa.large_string())
 
     def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
-        """See :class:`Keys`."""
+        """See :class:`HexKeys`."""
         before = len(self._values)  # these stay where they are
         texts = (part.cast(pa.large_string()) for part in entries)
         encoded = pa.concat_arrays([self._values, *texts]).dictionary_encode()
@@ -106,13 +85,13 @@ class TextKeys(Keys):
             file.write(positions[before:].data)
 
     def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """See :class:`Keys`."""
+        """See :class:`HexKeys`."""
         order = pc.sort_indices(self._values)
         self._order = order.to_numpy()
         return self._values.take(order), self._counts[self._order]
 
     def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
-        """See :class:`Keys`; the positions become ids in place."""
+        """See :class:`HexKeys`; the positions become ids in place."""
         if not self._path.stat().st_size:
             return
         of_position = np.empty(len(ids), np.int32)
@@ -146,27 +125,14 @@ def hex_keys(values: pa.Array) -> NDArray[np.int64]:
     return keys
 
 
-def hex_strings(keys: NDArray[np.int64], null: int | None = None) -> pa.Array:
-    """Keys as strings of 8 lower-case hex digits; ``MISSING`` becomes an empty string.
-
-    Args:
-        keys: ``[n]``.
-        null: the position of a key that becomes a null, if there is one; it must be ``MISSING``.
-    """
+def hex_strings(keys: NDArray[np.int64]) -> pa.StringArray:
+    """Keys as strings of 8 lower-case hex digits; ``MISSING`` becomes an empty string."""
     assert len(keys) < 1 << 28  # 32-bit offsets; the largest column of Terabyte has 228 M values
     present = keys != MISSING
-    data = keys[present].astype(">u4").tobytes().hex().encode()
+    data = hexlify(keys[present].astype(">u4").data)
     offsets = np.zeros(len(keys) + 1, np.int32)
     np.cumsum(np.where(present, 8, 0), out=offsets[1:])
-
-    valid = None
-    if null is not None:
-        bits = np.ones(len(keys), bool)
-        bits[null] = False
-        valid = pa.py_buffer(np.packbits(bits, bitorder="little"))
-    return pa.StringArray.from_buffers(
-        len(keys), pa.py_buffer(offsets), pa.py_buffer(data), valid, -1 if null is None else 1
-    )
+    return pa.StringArray.from_buffers(len(keys), pa.py_buffer(offsets), pa.py_buffer(data))
 
 
 def modulo(keys: NDArray[np.int64], cap: int | None) -> NDArray[np.int64]:

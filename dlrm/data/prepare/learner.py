@@ -23,7 +23,7 @@ from ..threads import map_in_order
 from .checks import note_features
 from .columns import Feature
 from .extend_ids import extend_ids
-from .keys import HexKeys, Keys, TextKeys
+from .keys import HexKeys, TextKeys
 from .numbers import (
     FLOAT32_MAX,
     Scaling,
@@ -216,7 +216,7 @@ class Learner:
         with atomic_write(self.work / "ids" / str(index)) as temporary:
             # The values of all features with this vocabulary; those of this one come first. Nothing
             # here keeps what a chunk has, 0.3 GB, longer than it takes to add it.
-            keys: Keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
+            keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
             for each in plan.same_vocabulary(feature):
                 for blocks in self._chunks(each):
                     keys.add(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ..parquet import reason, whole_table
-from .keys import MISSING, hex_keys, hex_strings, sort_keys
+from .keys import hex_keys, hex_strings, sort_keys
 from .text_hashes import hash_texts, plain_bools
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
@@ -238,13 +238,11 @@ def texts_of(values: pa.Array, null: int | None = None) -> pa.Array:
         values: ``[n]`` texts, or integer keys of hex digits.
         null: the position of the null, if there is to be one.
     """
-    if pa.types.is_integer(values.type):
-        keys = values.to_numpy()
-        return hex_strings(keys if null is None else np.insert(keys, null, MISSING), null)
-    values = values.cast(TEXT)
+    integers = pa.types.is_integer(values.type)
+    texts = hex_strings(values.to_numpy()) if integers else values.cast(TEXT)
     if null is None:
-        return values
-    return pa.concat_arrays([values[:null], pa.nulls(1, TEXT), values[null:]])
+        return texts
+    return pa.concat_arrays([texts[:null], pa.nulls(1, texts.type), texts[null:]])
 
 
 def _schema(text: pa.DataType) -> pa.Schema:
