@@ -18,7 +18,7 @@ from dlrm.commands.train import Run
 from dlrm.config.cli import check
 from dlrm.config.schema import RunConfig
 from dlrm.data.prepare.column_options import TableOptions
-from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.raw_rows import as_batch
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import META_FILE

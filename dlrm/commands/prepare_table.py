@@ -11,7 +11,8 @@ from typing import Any
 from dlrm.data.prepare.column_options import TableOptions, read_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
-from dlrm.data.prepare.infer import ColumnsError, format_plan
+from dlrm.data.prepare.infer import ColumnsError
+from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.rates import rate_names
 from dlrm.data.prepare.table import (
     OPTIONS_FILE,

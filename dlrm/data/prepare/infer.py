@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ...utils.messages import did_you_mean, listing, printable
+from ...utils.messages import did_you_mean
 from . import codes
 from .bad_rows import BadRow, BadValue
 from .codes import find_negative
@@ -25,15 +25,16 @@ from .kinds import (
     find_kind,
     find_separator,
     find_split_time,
+    find_time_format,
     find_written_number,
     whole_days,
 )
+from .plan_summary import format_plan
 from .text_formats import CsvPart
 from .values import decoded, is_text, without_texts
 
 SAMPLE_BYTES = 4 << 20
 WIDE = 500  # columns; the first rows of more columns are more bytes
-MANY_COLUMNS, SHOWN = 50, 3  # with more columns, those alike share a line, which names some
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
 
 
@@ -170,18 +171,20 @@ def _column(
         inferred = InferredKind(kind=own.kind, why=f"given{note}")
         if own.kind in ("number", "weight") and own.marks is None:
             inferred = _written(values, inferred)
+        elif own.kind == "time" and is_text(values[0].type):
+            inferred = replace(inferred, format=find_time_format(values[0]))
+        elif own.kind == "vector" and own.size is None:
+            inferred = replace(inferred, size=find_kind(name, values[0], untyped).size)
 
     # Its options, with what was found of how values are written.
-    own = replace(own, kind=inferred.kind)  # type: ignore[arg-type]
-    if (marks := inferred.marks) is not None:
-        own = replace(own, **asdict(marks))
-    if inferred.unit is not None:
-        own = replace(own, unit=inferred.unit)  # type: ignore[arg-type]
-    if own.kind == "vector" and own.size is None:
-        size = inferred.size or find_kind(name, values[0], untyped).size
-        if size is None:
-            raise NoFeatureError(f"{values[0].type}, not lists of numbers")
-        own = replace(own, size=size)
+    own = replace(
+        own,
+        kind=inferred.kind,  # type: ignore[arg-type]
+        unit=inferred.unit or own.unit,  # type: ignore[arg-type]
+        format=own.format or inferred.format,
+        size=own.size or inferred.size,
+        **asdict(inferred.marks) if inferred.marks else {},
+    )
     found = _type_name(values[0].type)
     filled = _filled(own, values[0], options)
     return Column(name=name, found=found, why=inferred.why, options=filled)
@@ -199,48 +202,6 @@ def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:
         if found is not None and found.marks is not None:
             return replace(found, kind=given.kind, why=f"{given.why}; {found.why}")
     return given
-
-
-def format_plan(plan: ColumnPlan) -> str:
-    """The summary that is printed before the work: a line for each column, or for many alike."""
-    alike: dict[tuple[str, ...], list[Column]] = {}
-    for column in plan.columns:
-        look = column.found, column.kind, _becomes(column, plan.options)
-        own = (column.name,) if len(plan.columns) <= MANY_COLUMNS else ()
-        alike.setdefault((*look, *own), []).append(column)
-
-    rows = [("column", "type", "kind", "becomes", "why")]
-    for (found, kind, becomes, *_), columns in alike.items():
-        names = printable(listing([column.name for column in columns], SHOWN))
-        more = f"; and {len(columns) - 1:,} alike" if len(columns) > 1 else ""
-        rows.append((names, found, kind, becomes, columns[0].why + more))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[4]]).rstrip())
-    return "\n".join(lines)
-
-
-def _becomes(column: Column, table: TableOptions) -> str:
-    options = column.options
-    if column.kind == "number":
-        special = {"quantile": "a bucket", "log3": "0 before it"}
-        missing = special.get(str(options.transform), "0 after it")
-        return f"{options.transform}, missing: {missing}{', and a bucket' * options.bucketed}"
-    if column.kind == "vector":
-        return f"{options.size} numbers, {options.transform}, missing: 0 after it"
-    if column.kind in ("category", "list"):
-        limits = {"min_count": options.min_count, "cap": options.cap, "hash": options.hash}
-        told = [f"{name} {value}" for name, value in limits.items() if value not in (None, 1)]
-        told += [f"separator {options.separator!r}"] if options.separator else []
-        first = "ids" if column.kind == "category" else "lists of ids"
-        return ", ".join([first, *told])
-    if column.kind == "time":
-        return " ".join(options.parts or ())
-    if column.kind == "label":
-        return printable(str(codes.label_rule(table, column.name)))
-    return {"drop": "left out", "pass": "as it is"}.get(column.kind, "")
 
 
 def _with_negative(
@@ -336,6 +297,8 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
     if own.kind == "number":
         return replace(own, transform=own.transform or options.transform)
     if own.kind == "vector":
+        if own.size is None:
+            raise NoFeatureError(f"{sample.type}, not lists of numbers")
         default = "auto" if options.transform == "quantile" else options.transform
         return replace(own, transform=own.transform or default)
     if own.kind == "time":

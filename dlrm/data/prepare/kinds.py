@@ -21,6 +21,9 @@ from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_te
 FEW_VALUES = 20
 EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids
 LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}(T|\b)"  # in any order
+WITH_YEAR = r"^(\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d{4}[-/.]\d{1,2}[-/.]\d{1,2})( |$)"
+DATES = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d")
+CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
@@ -49,6 +52,8 @@ class InferredKind:
     """Of numbers that are not written plainly."""
     unit: str | None = None
     """Of times that are numbers."""
+    format: str | None = None
+    """Of times that are texts, but not ISO 8601."""
     size: int | None = None
     """Of vectors."""
 
@@ -83,7 +88,7 @@ def find_kind(
             return InferredKind(kind="vector", why=f"lists of {sizes[0]} numbers", size=sizes[0])
         raise NoFeatureError(f"{kind}, and a list holds texts, integers, or always as many numbers")
     if pa.types.is_nested(kind):
-        raise NoFeatureError(f"{kind}, whose fields are to be taken apart first")
+        raise NoFeatureError(f"{kind}, to be taken apart first, as pandas.json_normalize does")
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return InferredKind(kind="time", why="times")
     if pa.types.is_boolean(kind):
@@ -122,6 +127,9 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
     """Texts may be times, numbers or lists; otherwise they are categories."""
     if _moments(sample) is not None:
         return InferredKind(kind="time", why="texts that are times")
+    if form := find_time_format(sample):
+        why = f"texts that are times, {form}{_alternative(name, 'category')}"
+        return InferredKind(kind="time", why=why, format=form)
     if untyped and (found := find_written_number(name, sample)):
         return found
     separator, sure = find_separator(sample)
@@ -139,6 +147,20 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
     if pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
         why += "; if these are times, set kind: time and format:, as in strptime"
     return InferredKind(kind="category", why=why)
+
+
+def find_time_format(sample: pa.Array) -> str | None:
+    """The format of times that are not written as ISO 8601, if a single one fits all of them: with
+    days up to 12 alone, a date such as 03/04/2024 may be read in two ways.
+    """
+    texts = pc.utf8_trim_whitespace(sample.drop_null())
+    if not len(texts) or not pc.all(pc.match_substring_regex(texts, WITH_YEAR)).as_py():
+        return None
+    forms = [date + clock for date in DATES for clock in CLOCKS]
+    for some in (texts[:ENOUGH_ROWS], texts):  # the first ones rule out most
+        parsed = (pc.strptime(some, format=f, unit="s", error_is_null=True) for f in forms)
+        forms = [form for form, found in zip(forms, parsed, strict=True) if not found.null_count]
+    return forms[0] if len(forms) == 1 else None
 
 
 def _often(sample: pa.Array) -> str:

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from dlrm.data.prepare import numbers
-from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
+from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.raw_rows import as_batch
 from dlrm.data.prepare.text_hashes import DistinctIds
 from dlrm.data.prepare.transform import Transform

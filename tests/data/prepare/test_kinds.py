@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from dlrm.data.prepare.column_options import yaml_line
-from dlrm.data.prepare.infer import ColumnsError, format_plan
+from dlrm.data.prepare.infer import ColumnsError
 from dlrm.data.prepare.kinds import find_kind
+from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.table import options_as_yaml
-from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, write_rows
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, write_rows
 
 
 def csv(path, **columns):
@@ -199,6 +200,51 @@ def test_times_of_which_some_have_a_zone_may_be_times():
     found = find_kind("seen", pa.array(texts), untyped=True)
     assert found.kind == "category"
     assert found.why.endswith("if these are times, set kind: time and format:, as in strptime")
+
+
+@pytest.mark.parametrize(
+    ("form", "days", "kind"),
+    [
+        ("%d.%m.%Y", 200, "time"),
+        ("%d.%m.%Y %H:%M", 10, "time"),  # no other form begins like that
+        ("%d/%m/%Y %H:%M:%S", 200, "time"),
+        ("%m/%d/%Y %I:%M %p", 200, "time"),
+        ("%m-%d-%Y", 200, "time"),
+        ("%Y/%m/%d", 10, "time"),
+        ("%d/%m/%Y", 10, "category"),  # which of both is the month?
+        ("%d/%m/%y", 200, "category"),
+        ("%d/%m/%Y at %H:%M", 200, "category"),
+    ],
+)
+def test_times_as_people_write_them(tmp_path, form, days, kind):
+    hours = [np.datetime64("2024-01-01T08:05") + np.timedelta64(11 * i, "h") for i in range(400)]
+    texts = [
+        hour.item().strftime(form) for hour in hours if hour.item().timetuple().tm_yday <= days
+    ]
+    texts = (texts * 20)[:400]
+    found = find_kind("seen", pa.array([None, *texts]), True)
+    assert (found.kind, found.format) == (kind, form if kind == "time" else None)
+    assert ("if these are times" in found.why) == (kind == "category")
+
+    # Of a column that is given as a time, the format is found as well.
+    given = {"kind": "time"} | ({} if kind == "time" else {"format": form})
+    plan = plan_rows(csv(tmp_path / "rows.csv", seen=texts), columns={"seen": given})[1]
+    assert plan.columns[2].options.format == form
+    parts = [feature.part for feature in plan.features if feature.part]
+    assert parts == ["hour"] * ("%M" in form) + ["weekday", "age"]
+
+
+def test_rows_are_split_by_times_as_people_write_them(tmp_path):
+    days = np.random.default_rng(0).permutation(300)
+    texts = [(np.datetime64("2023-06-01") + day).item().strftime("%d.%m.%Y") for day in days]
+    path = csv(tmp_path / "rows.csv", seen=texts)
+    split = {"by": "time", "column": "seen"}
+    prepare_rows(
+        path, tmp_path / "out", {"split": split, "columns": {"city": "pass"}, "rates": False}
+    )
+    ages = [table["seen_age"].to_numpy() for table in read_splits(tmp_path / "out").values()]
+    assert ages[0].max() == pytest.approx(np.log1p(239))
+    assert not np.concatenate(ages[1:]).any()  # of later rows
 
 
 def test_many_columns_are_judged_by_many_rows(tmp_path, monkeypatch):

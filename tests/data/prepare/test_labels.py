@@ -6,7 +6,7 @@ import pytest
 
 from dlrm.data.prepare.codes import LabelRule, labels
 from dlrm.data.prepare.column_options import TableOptions
-from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.utils.documents import read_yaml

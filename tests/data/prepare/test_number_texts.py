@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from dlrm.data.prepare.column_options import TableOptions
-from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.kinds import find_kind
+from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.values import BadValue, numbers
