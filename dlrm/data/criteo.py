@@ -18,12 +18,11 @@ from dlrm.data.prepare.input_paths import find_files
 from dlrm.data.prepare.learner import EarlierIds
 from dlrm.data.prepare.pipeline import Preparation, RunOptions
 from dlrm.data.prepare.spill import Spilled
-from dlrm.data.prepare.splitting import Splitter
+from dlrm.data.prepare.splitting import Splitter, split_by_days, split_by_shares
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.vocabulary import vocabulary_size
 from dlrm.data.schema import META_FILE, Meta
-from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.utils.messages import did_you_mean
 
 

@@ -15,8 +15,7 @@ import dlrm
 PACKAGE = "dlrm_reader"
 CARRIED = (
     *("data/__init__.py", "data/column_values.py", "data/evidence.py", "data/parquet.py"),
-    "data/schema.py",
-    *("data/splits.py", "data/threads.py", "data/prepare/*.py"),
+    *("data/schema.py", "data/threads.py", "data/prepare/*.py"),
     *("utils/__init__.py", "utils/atomic.py", "utils/cpus.py", "utils/documents.py"),
     *("utils/messages.py", "utils/name_order.py", "utils/validation.py"),
 )

@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from dlrm.data.splits import split_by_days, split_by_shares
+from dlrm.data.prepare.splitting import split_by_days, split_by_shares
 
 
 def test_days_of_the_reference():

@@ -1,22 +1,47 @@
-"""Which split each row belongs to."""
+"""Which split each row belongs to: in a preparation, and among synthetic rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import SPLITS
-from ..splits import split_by_shares
 from .column_options import SplitOptions
 from .columns import SPLIT
 from .numbers import summarise
 from .spill import SpilledBlock
 
+DAYS = 7
 Selection = slice | NDArray[np.bool_]
 """Some rows of a block."""
+
+
+def split_by_days(rows: Sequence[int]) -> dict[str, range]:
+    """The rows of each split under the reference protocol, numbered over all files.
+
+    All days but the last are for training. The first half of the last day is for test, the second
+    for validation. A day is a file that has rows, or a seventh of the rows if there is a single
+    such file (the rows left over go to training).
+
+    Args:
+        rows: rows of each file.
+    """
+    days = [count for count in rows if count]  # a limit may leave the last files unread
+    total = sum(days)
+    last = days[-1] if len(days) > 1 else total // DAYS
+    first = total - last
+    half = first + (last + 1) // 2
+    return {"train": range(first), "test": range(first, half), "val": range(half, total)}
+
+
+def split_by_shares(rows: int, train: Fraction, val: Fraction) -> dict[str, range]:
+    """The rows of each split if train, val and test follow one another, test taking the rest."""
+    first, second = int(train * rows), int((train + val) * rows)
+    return {"train": range(first), "val": range(first, second), "test": range(second, rows)}
 
 
 @dataclass(frozen=True, kw_only=True)

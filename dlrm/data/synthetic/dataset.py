@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from dlrm.data.prepare.splitting import split_by_days, split_by_shares
 from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta
-from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.data.synthetic.distributions import Distribution, Profile, profiles
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import best_metrics
@@ -64,7 +64,7 @@ def write(
         bag_sizes: number of ids of each column in a row: one on which the label depends, and
             others, see :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot.
         fractions: shares of train, val and test; by default the reference protocol, see
-            :func:`~dlrm.data.splits.split_by_days`.
+            :func:`~dlrm.data.prepare.splitting.split_by_days`.
         seed: seed of everything random.
         auc: expected AUC of the label model, the best that any model can reach.
         positives: expected share of label 1.
