@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -280,7 +280,7 @@ class Meta(Closed):
         """Write ``meta.json`` into ``directory`` atomically; returns its path."""
         path = Path(directory) / file
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
+            temporary.write_text(json.dumps(vars(self), indent=2, default=vars) + "\n")
         return path
 
     @classmethod

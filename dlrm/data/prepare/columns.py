@@ -180,7 +180,8 @@ class ColumnPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, from which :meth:`from_json` makes the same plan."""
-        return {"options": asdict(self.options), "columns": [asdict(c) for c in self.columns]}
+        columns = [{**vars(column), "options": vars(column.options)} for column in self.columns]
+        return {"options": asdict(self.options), "columns": columns}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ColumnPlan:

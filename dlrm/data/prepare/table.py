@@ -151,7 +151,7 @@ def prepare_table(
     options: dict[str, Any] = {
         "made_by": MADE_BY,
         "options": asdict(replace(plan.options, columns={})),
-        "columns": {column.name: asdict(column.options) for column in plan.columns},
+        "columns": {column.name: dict(vars(column.options)) for column in plan.columns},
         "ids_of": None if ids_of is None else str(ids_of),
         "bad_rows": bad_rows,
     }

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -269,7 +269,7 @@ class Transform:
     def rules(self) -> dict[str, Any]:
         """All that the features of a row depend on besides the vocabularies, as plain values."""
         columns = {feature.column.name: feature.column for feature in self.plan.features}
-        own = {name: asdict(column.options) for name, column in columns.items()}
+        own = {name: dict(vars(column.options)) for name, column in columns.items()}
         for options in own.values():
             if options["vocabulary"] is None:  # as before there was such an option
                 del options["vocabulary"]
