@@ -107,6 +107,16 @@ def test_it_can_be_looked_at(model, frame):
     assert model.report()._repr_png_().startswith(b"\x89PNG")
 
 
+def test_hash_is_a_kind_with_options_and_an_option_of_columns(frame):
+    given = SMALL | {"max_steps": 1, "columns": {"tags": "drop"}}
+    kind = {"emb": "hash", "hash": {"rows": 3}, "tables": {"threshold": 0}}
+    by_kind, by_column = (dlrm.fit(frame, "clicked", **given | own) for own in (kind, {"hash": 4}))
+    by_kind, by_column = by_kind.model.sparse_arch, by_column.model.sparse_arch
+    assert by_column.num_embeddings[0] == 4 + 1 < by_kind.num_embeddings[0]
+    ((group, slots),) = by_kind.embeddings()
+    assert len(group.weight) == 3 * len(slots)
+
+
 def test_it_is_the_run_of_the_commands(frame, tmp_path, run):
     frame.to_parquet(tmp_path / "rows.parquet")
     given = ["--label", "clicked", "--split", "0.9", "0.1", "0"]
@@ -180,6 +190,8 @@ def test_a_table_may_have_an_odd_shape(frame, change):
         (None, {"columns": {"tags": "category"}}, "'tags'.* it holds list.*another kind"),
         (lambda frame: "nowhere.csv", {}, "nowhere.csv: no such file"),
         (None, {"epoch": 1}, "unknown option epoch, did you mean --epochs?"),
+        (None, {"colums": {"user": "category"}}, "unknown option colums, did you mean columns?"),
+        (None, {"validaton": 0.2}, "unknown option validaton, did you mean validation?"),
         (None, {"optim": {"lr": "fast"}}, "optim.lr is 'fast', it must be a number"),
         (None, {"emb": "auto"}, "--emb auto needs a budget"),
         (None, {"columns": {"usr": "category"}}, "usr"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from fractions import Fraction
 from io import StringIO
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from dlrm.commands.train import Run
 from dlrm.config.cli import check
+from dlrm.config.options import option_schema
 from dlrm.config.schema import RunConfig
 from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.plan_summary import format_plan
@@ -80,7 +82,11 @@ def fit(
     """
     for name in OWN.keys() & options.keys():
         raise ValueError(f"{name} is no option of fit: {OWN[name]}")
-    of_table = {name: value for name, value in options.items() if name in OF_TABLE}
+    for name in options.keys() - OF_TABLE:  # those of training are checked below
+        valid = [*OF_TABLE, "label", "validation", "progress", *option_schema(available())]
+        if (near := get_close_matches(name, valid, n=1)) and near[0] in valid[: len(OF_TABLE) + 3]:
+            raise ValueError(f"unknown option {name}, did you mean {near[0]}?")
+    of_table = {name: value for name, value in options.items() if _is_of_table(name, value)}
     of_table |= {} if label is None else {"label": label}
 
     work = TemporaryDirectory(prefix="dlrm-", ignore_cleanup_errors=True)
@@ -89,7 +95,7 @@ def fit(
         raise ValueError(f"{rows} is prepared already: leave out {', '.join(of_table)}")
     data = Path(str(rows)) if prepared else Path(work.name, "data")
     keywords = {"output": work.name, "name": None if "output" in options else "model"}
-    keywords |= {name: value for name, value in options.items() if name not in OF_TABLE}
+    keywords |= {name: value for name, value in options.items() if not _is_of_table(name, value)}
     config, resolved = check([], available(), keywords | {"data": str(data)})  # before any work
 
     with nullcontext() if progress else redirect_stdout(StringIO()):
@@ -98,6 +104,12 @@ def fit(
         run = _train(config, resolved, work.name, progress=progress)
     model = Predictor.load(run.directory, device=run.step.device)
     return replace(model, keep=work)
+
+
+def _is_of_table(name: str, value: Any) -> bool:
+    """Whether an option is one of the preparation. ``hash`` is the name of a kind as well, of which
+    the options are a group."""
+    return name in OF_TABLE and not (name in available() and isinstance(value, Mapping))
 
 
 def _train(config: RunConfig, resolved: str, work: str, *, progress: bool) -> Run:
