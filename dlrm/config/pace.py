@@ -10,6 +10,9 @@ STEPS, SMALL_STEPS = 256, 64  # of an epoch, at least: of the only one, and of o
 SMALL_TABLE, MOST_EPOCHS, PATIENCE = 50_000, 20, 3
 """Fewer training rows are trained on in that many epochs, or until so many validations find no
 better state."""
+FAMILIAR = 10
+"""Of so many rows for each id, a model can't learn the labels by heart in an epoch, so a larger
+table with that many is trained on in epochs that have as many samples as those of a small one."""
 FEW, FEW_OF_A_CLASS = 500, 100
 """Of fewer validation rows, or of fewer in a class, the AUC says little: their log loss chooses the
 best state."""
@@ -44,9 +47,14 @@ def epochs(config: RunConfig, meta: Meta) -> int:
         return MAX_COUNT
     if config.epochs is not None:
         return config.epochs
-    if meta.splits["train"].rows >= SMALL_TABLE or config.init_from:
+    if config.init_from:
         return 1
-    return MOST_EPOCHS if meta.has_rows("val") else MOST_EPOCHS // 4
+    rows, validated = meta.splits["train"].rows, meta.has_rows("val")
+    if rows < SMALL_TABLE:
+        return MOST_EPOCHS if validated else MOST_EPOCHS // 4
+    if not validated or rows < FAMILIAR * sum(meta.cardinalities):
+        return 1
+    return max(MOST_EPOCHS * SMALL_TABLE // rows, 1)
 
 
 def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, int, bool]:
@@ -92,8 +100,9 @@ def planned(config: RunConfig, meta: Meta, epoch: int, size: int) -> tuple[int, 
         size: samples per step.
     """
     several = epochs(config, meta)
+    few = "a small table" if meta.splits["train"].rows < SMALL_TABLE else "few ids"
     note = (
-        f"note: a small table, so at most {several} epochs of {epoch:,} steps with "
+        f"note: {few}, so at most {several} epochs of {epoch:,} steps with "
         f"{size} rows each (--epochs, --batch_size)"
     )
     if config.epochs is None and not config.follow and several > 1:
