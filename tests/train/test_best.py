@@ -13,7 +13,7 @@ import torch
 
 from dlrm.config import pace
 from dlrm.config.schema import RunConfig
-from dlrm.data.schema import Meta, Split
+from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.training.best_model import Validations
@@ -127,12 +127,13 @@ def test_without_patience_or_checkpoints_the_last_state_is_the_result(
     assert "last/auc" not in values
 
 
-def meta_of(rows, val=1, positives=0.25):
+def meta_of(rows, val=1, positives=0.25, ids=10**6):
     splits = {
         name: Split(files=(), rows=n, positives=int(positives * n))
         for name, n in (("train", rows), ("val", val))
     }
-    return Meta(label="label", dense=(), categorical=(), splits=splits)
+    categorical = (Categorical(name="a", cardinality=ids),)
+    return Meta(label="label", dense=(), categorical=categorical, splits=splits)
 
 
 def test_patience_is_an_epoch_where_there_are_several():
@@ -163,6 +164,18 @@ def test_a_small_table_has_small_batches_and_several_epochs():
         assert pace.batch_size(auto, small, processes=processes) == size, "they share it"
 
     assert [pace.epochs(auto, meta) for meta in (large, small, meta_of(9, val=0))] == [1, 20, 5]
+    for rows, ids, val, several in (
+        (100_000, 10_000, 500, 10),
+        (100_000, 10_001, 500, 1),
+        (100_000, 10_000, 0, 1),
+        (300_000, 9, 500, 3),
+        (600_000, 9, 500, 1),
+        (50_000, 9, 500, 20),
+    ):
+        familiar = meta_of(rows, val=val, ids=ids)
+        assert pace.epochs(auto, familiar) == several
+        assert ("few ids" in pace.planned(auto, familiar, 390, 256)[1]) == (several > 1)
+        assert pace.epochs(RunConfig(init_from="runs/day_7"), familiar) == 1
     assert pace.epochs(RunConfig(epochs=2), small) == 2
     assert pace.epochs(RunConfig(init_from="runs/day_7"), small) == 1
     assert pace.validations(auto, large, 40) == (10, 0, 40, True)
