@@ -164,7 +164,7 @@ def prepare_table(
 
     def split(spilled: Spilled) -> Splitter:
         by = plan.options.split
-        return make_splitter(by, spilled.blocks, spilled.rows, _limits(plan))
+        return make_splitter(by, spilled.blocks, spilled.rows, plan.label, _limits(plan))
 
     def save(directory: Path) -> None:
         transform.save(directory)
