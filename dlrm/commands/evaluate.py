@@ -17,6 +17,7 @@ from dlrm.training.metrics import finite
 from dlrm.training.plots import importance_figure
 from dlrm.utils.atomic import save_figure
 from dlrm.utils.device import pick_device
+from dlrm.utils.messages import print_error
 from dlrm.utils.program import Parser, add_run, add_scoring, count_arg, exit_status, figure_arg
 
 
@@ -62,6 +63,11 @@ def evaluate(options: Namespace) -> None:
     split, meta = options.split, trained.loader.meta
     groups = read_groups(options.data, meta, [split], options.group).get(split)
     values = finite(trained.evaluate(groups=groups))
+    if groups is not None and (groups.of_rows < 0).all():
+        print_error(
+            f"note: no row is in a group, as the values of {options.group!r} are missing or unseen "
+            f"in training; in data prepared with columns: {{{options.group}: pass}} new ones are"
+        )
     result = {"split": split, "rows": trained.loader.rows, **values}
     if options.importance:
         found = trained.importance(options.importance, options.seed)

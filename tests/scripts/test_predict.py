@@ -380,6 +380,19 @@ def test_the_model_in_python(criteo, table, predict, tmp_path):
         model.predict(frame.assign(C2=1))
 
 
+def test_groups_of_values_that_are_all_unseen_are_told(table, programs, run, tmp_path):
+    directory, rows = table
+    new = [{**row, "user": f"new {place % 3}"} for place, row in enumerate(rows[:60])]
+    path = write_csv(tmp_path / "new.csv", new)
+    given = ("--output", tmp_path / "data", "--ids-of", directory / "data")
+    programs("scripts.prepare_table", path, *given)
+    done = run("evaluate", directory / "run", tmp_path / "data", *CPU, "--group", "user")
+    assert '"rows_without_group": 60' in done.stdout
+    assert (
+        "note: no row is in a group, as the values of 'user' are missing or unseen" in done.stderr
+    )
+
+
 def test_rows_are_divided_into_batches():
     parts = [(pa.RecordBatch.from_pydict({"x": [i] * rows}),) for i, rows in enumerate((3, 0, 9))]
     found = [table["x"].to_pylist() for (table,) in in_batches(parts, 4)]
