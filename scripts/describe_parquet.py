@@ -37,11 +37,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dlrm.data.column_values import is_list_of_ids
-from dlrm.data.parquet import (
-    RowGroup,
-    RowGroupReader,
-    read_footer,
-)
+from dlrm.data.parquet import RowGroup, RowGroupReader, read_footer
 from dlrm.data.prepare.input_paths import find_files
 from dlrm.data.prepare.kinds import NoFeatureError, find_kind
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split, Unseen
@@ -373,10 +369,8 @@ def _files(options: Namespace, *, needs_training: bool) -> dict[str, tuple[str, 
 def _print_summary(meta: Meta) -> None:
     for column in meta.categorical:
         notes = "multi-hot" * column.multi_hot, "unseen" * (column.oov_id is not None)
-        text = (
-            f"{printable(column.name):24} {column.cardinality:>13,} rows  {' '.join(notes).strip()}"
-        )
-        print(text.rstrip())
+        size = f"{column.cardinality:>13,} rows"
+        print(f"{printable(column.name):24} {size}  {' '.join(notes).strip()}".rstrip())
 
     rows = sum(split.rows for split in meta.splits.values())
     for column in meta.categorical:
