@@ -336,19 +336,6 @@ def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
         }
 
 
-def tt_sgd(*results: Result) -> Rows:
-    """Quality under plain SGD before and after the scale of trains went into the last core."""
-    cells = {"dense": "dense", "tt7-r8": "7 tables, rank 8", "tt7-r32": "7 tables, rank 32"}
-    rows = {cell: {"embeddings": text} for cell, text in cells.items()}
-    files = {"tt_rec_sgd_synthetic": "synthetic, 430,000 rows", "tt_rec_sgd_sample": "the sample"}
-    for result, (name, data) in zip(results, files.items(), strict=True):
-        for when, found in (("before", read(f"{name}_before")), ("now", result)):
-            for r in found["results"]:
-                if r["cell"] in rows:
-                    rows[r["cell"]][f"{data}, {when}"] = spread(r["AUC"], r["AUC std"])
-    return list(rows.values())
-
-
 def tt_changes(result: Result) -> Rows:
     """The worth of each part of tensor-train tables at equal bytes."""
     names = {
