@@ -157,7 +157,7 @@ def print_summary(output: Path, meta: Meta, began: float) -> None:
     rated = [names for names in map(rate_names, meta.tables) if names[1] in meta.dense]
     counts = sum(count in meta.dense for count, _ in rated)
     if counts < len(rated):
-        print(f"counts   {counts:>10,} of {len(rated)}: the others say nothing beyond all else")
+        print(f"counts   {counts:>10,} of {len(rated)} kept: the others explain no more labels")
     known = [column.cardinality for column in meta.categorical if column.cardinality < HASHED]
     hashed = len(meta.categorical) - len(known)
     more = f", hashed in {hashed}" if hashed else ""
