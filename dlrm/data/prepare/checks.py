@@ -21,6 +21,7 @@ from .splitting import Splitter
 SKIPPED_WARNING, SKIPPED_ERROR = 0.01, 0.5  # shares of the rows
 BY_CHANCE = 1e-3  # a split that lacks a class with less probability is refused
 SCALED = {"kind": "number", "transform": "robust"}
+UNEVEN = 100  # from one row of so many on, a few have nearly all the weight
 FEW_ROWS = 100  # of splits that nobody expects much of
 
 
@@ -31,6 +32,8 @@ class ClassCounts:
     rows: np.ndarray
     weights: np.ndarray
     """The sums of the sample weights; of rows without any, their number."""
+    squares: float = 0.0
+    """The sum of the squared sample weights."""
 
     def split(self, file: str) -> Split:
         """The description of the split, whose rows are in a file."""
@@ -57,9 +60,9 @@ def count_classes(
         for own, selection in zip(counts.values(), splitter.selections(block), strict=True):
             chosen = labels[selection]
             own.rows += np.bincount(chosen, minlength=2)
-            own.weights += np.bincount(
-                chosen, None if weights is None else weights[selection], minlength=2
-            )
+            heavy = None if weights is None else weights[selection].astype(np.float64)
+            own.weights += np.bincount(chosen, heavy, minlength=2)
+            own.squares += 0.0 if heavy is None else float(heavy @ heavy)
     return counts
 
 
@@ -143,7 +146,14 @@ def require_both_classes(
 
 
 def note_weights(counts: ClassCounts) -> None:
-    """Note that the weights of the training rows shift the probabilities of a model."""
+    """Note that the weights of the training rows shift the probabilities of a model, and that a few
+    rows have nearly all the weight: they alone count then, as in metrics."""
+    rows, equal = counts.rows.sum(), counts.weights.sum() ** 2 / (counts.squares or np.inf)
+    if 0 < equal < rows / UNEVEN:
+        print_error(
+            f"note: the weights are so uneven that {rows:,} training rows say as much as "
+            f"{equal:,.0f} of equal weight: check their unit"
+        )
     ratio = counts.weight_ratio
     if ratio is None:
         return

@@ -89,6 +89,17 @@ def test_weights_that_shift_probabilities_are_noted_and_accounted_for(tmp_path, 
     assert "--true_odds accounts for sample weights" in refused.stderr
 
 
+@pytest.mark.parametrize(("heavy", "equal"), [(20, None), (2, "2"), (1, "1")])
+def test_weights_of_a_few_rows_alone_are_noted(tmp_path, capsys, heavy, equal):
+    weights = np.ones(1000)
+    weights[:heavy] = 1e9
+    columns = {"label": [0, 1] * 500, "city": ["a", "b"] * 500, "weight": weights}
+    prepare(write_rows(tmp_path / "rows.parquet", columns), tmp_path / "out", columns={})
+    told = capsys.readouterr().err
+    noted = f"800 training rows say as much as {equal} of equal weight: check their unit"
+    assert (noted in told) == ("so uneven" in told) == (equal is not None)
+
+
 @pytest.mark.parametrize("value", ["missing", "-1", "inf", "1e39"])
 def test_weights_that_are_none(tmp_path, value):
     path = tmp_path / "rows.csv"
