@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.cross import CrossWeights, cast_layers, concatenate_vectors, cross_network
+from dlrm.kernels.cross import CrossWeights, cast_layers, cross_network
 from dlrm.kernels.interaction import dot_interaction
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import TablePlan
@@ -141,9 +141,7 @@ class CrossInteraction(nn.Module):
         layers = cast_layers(weights, torch.get_autocast_dtype(device) if casts else torch.float32)
 
         def interact(bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
-            first = concatenate_vectors(bottom, embedded, order=order)
-            # The result may be overwritten: only the top MLP reads it, before the backward pass.
-            return cross_network(first, layers, overwrites=True)
+            return cross_network(bottom, embedded, layers, order=order)
 
         return interact
 

@@ -1,12 +1,19 @@
-"""The low-rank cross network of DCN-V2, and the concatenation that is its input.
+"""The low-rank cross network of DCN-V2 on the concatenation of all vectors.
 
-A layer is ``x_{l+1} = x_0 * (W (V x_l) + b) + x_l``. The matrix products are those of the library;
-all that lies between two of them is one launch, forward and backward, and the embeddings are read
-in place: no concatenation in fp32, no copy in another order, no cast.
+A layer is ``x_{l+1} = x_0 * f_l + x_l`` with ``f_l = W (V x_l) + b``. The matrix products are those
+of the library; all that lies between two of them is one launch, and the embeddings are read in
+place: no concatenation in fp32, no copy in another order, no cast.
 
-Bytes per sample that must be moved next to the products, for ``n`` features of ``e`` bytes:
-``4 n e`` a layer forward (``x_0``, ``x_l`` and the product in, ``x_{l+1}`` out) and ``6 n e``
-backward (the gradient, ``x_0``, the product and the sum for ``x_0`` in, two gradients out).
+The backward pass keeps ``s_l``, the gradient of ``x_l`` times ``x_0``. With ``t_l = V^T W^T
+s_{l+1}``, ``s_l = s_{l+1} + x_0 * t_l``, which is a layer again, and no product has to add to what
+is in memory. The gradient of ``x_0`` is summed where it is split into those of the vectors: since
+``x_l = x_0 * (1 + f_0 + ... + f_{l-1})``, it is ``t_0 + t_1 * (1 + f_0) + ...``, where the last
+factor is the gradient of the output.
+
+Bytes per sample that must be moved next to the products, for ``n`` features of ``e`` bytes and
+``L`` layers: ``4 n e`` a layer forward (``x_0``, ``x_l`` and ``f_l`` in, ``x_{l+1}`` out), and as
+many backward for each but the last; ``2 n e`` to concatenate and ``(2 L + 5) n e`` to begin and to
+end the backward pass.
 
 Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535.
 """
@@ -25,7 +32,7 @@ from dlrm.kernels import require_contiguous, tl, triton, use_triton
 from dlrm.kernels.interaction import check_vectors, load_vectors, positions_of, with_strides
 
 ROWS, COLUMNS = 4, 512  # of a tile
-REPEATS = 16  # tiles below each other whose bias gradients one program sums
+REPEATS = 16  # tiles below each other whose sums of columns one program computes
 
 
 class CrossWeights(NamedTuple):
@@ -37,10 +44,10 @@ class CrossWeights(NamedTuple):
 
 
 class CastLayers(NamedTuple):
-    """The weights of all layers: V of each, W of each, b of each."""
+    """The weights of all layers: V, W and b of each."""
 
-    weights: tuple[Tensor, ...]
-    late: list[list[Tensor]]  # factors of the gradients of V and W of each, in a backward pass
+    weights: list[Tensor]
+    late: list[list[Tensor]]  # what the gradients of each are made of, in a backward pass
 
 
 @triton.jit
@@ -61,18 +68,27 @@ def _concatenate(
 
 @triton.jit
 def _split(
-    grad, order, grad_bottom, grad_parts,
+    terms, order, grad_bottom, grad_parts,
     SIZES: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, LAYERS: tl.constexpr,
 ):  # fmt: skip
-    """One sample: the gradient of each vector to where the vector came from."""
+    """One sample: sum the gradient of ``x_0``, and store that of each vector where it came from.
+
+    ``terms`` are ``t_0`` to ``t_{L-1}``, the gradient of the output, and ``f_0`` to ``f_{L-1}``.
+    """
     sample = tl.program_id(0).to(tl.int64)
     vector = tl.arange(0, BLOCK_F)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     position = positions_of(order, vector, F)
     inside = (vector <= F) & (column < D)
     at = sample * (F + 1) * D + vector * D + column
-    value = tl.load(grad + at, mask=inside, other=0.0)
+
+    value = tl.load(terms[0] + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.full((BLOCK_F, BLOCK_D), 1.0, tl.float32)
+    for layer in tl.static_range(LAYERS):
+        share += tl.load(terms[LAYERS + 1 + layer] + at, mask=inside, other=0.0).to(tl.float32)
+        value += share * tl.load(terms[layer + 1] + at, mask=inside, other=0.0).to(tl.float32)
+
     to = grad_bottom + sample * D + vector * D + column
     tl.store(to, value.to(grad_bottom.dtype.element_ty), mask=inside & (position == -1))
     begin = 0
@@ -84,54 +100,27 @@ def _split(
 
 
 @triton.jit
-def _cross(first, product, bias, x, out, batch, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``first * (product + bias) + x``."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < batch) & (column < n)
-    at = row * n + column
-    crossed = tl.load(product + at, mask=mask, other=0.0).to(tl.float32)
-    crossed += tl.load(bias + column, mask=column < n, other=0.0)
-    crossed *= tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
-    crossed += tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, crossed.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _cross_backward(
-    grad, first, product, bias, sum_first, grad_product, partial_bias, batch, n,
+def _cross(
+    factor, first, x, out, sums, batch, n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEATS: tl.constexpr,
-    BEGIN: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one layer, from the last layer to the first.
-
-    ``grad_product`` gets the gradient of the product, ``partial_bias`` that of the bias, summed
-    over the rows of the program. ``sum_first`` adds up the gradient of ``first``: it starts in the
-    last layer (``BEGIN``), and in the first one (``END``) the gradient of ``x`` is added as well.
-    """
+    """``first * factor + x``; ``sums`` gets the sums of its columns over the program's rows."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    shift = tl.load(bias + column, mask=column < n, other=0.0)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for repeat in range(REPEATS):
         begin = (tl.program_id(0).to(tl.int64) * REPEATS + repeat) * ROWS
         row = begin + tl.arange(0, ROWS)[:, None]
         mask = (row < batch) & (column < n)
         at = row * n + column
-
-        g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-        factor = tl.load(product + at, mask=mask, other=0.0).to(tl.float32) + shift
-        moved = g * tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_product + at, moved.to(grad_product.dtype.element_ty), mask=mask)
-        total += moved
-
-        added = g * factor
-        if END:
-            added += g
-        if not BEGIN:
-            added += tl.load(sum_first + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(sum_first + at, added.to(sum_first.dtype.element_ty), mask=mask)
-    to = partial_bias + tl.program_id(0).to(tl.int64) * n + column
-    tl.store(to, tl.sum(total, 0)[None, :], mask=column < n)
+        value = tl.load(factor + at, mask=mask, other=0.0).to(tl.float32)
+        value *= tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
+        if x is not None:
+            value += tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+        total += value
+    if sums is not None:
+        to = sums + tl.program_id(0).to(tl.int64) * n + column
+        tl.store(to, tl.sum(total, 0)[None, :], mask=column < n)
 
 
 def _sizes(parts: Sequence[Tensor]) -> dict[str, Any]:
@@ -145,120 +134,101 @@ def _sizes(parts: Sequence[Tensor]) -> dict[str, Any]:
     }
 
 
-class _Concatenate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bottom: Tensor, order: Tensor | None, *parts: Tensor) -> Tensor:
-        vectors = 1 + sum(part.shape[1] for part in parts)
-        out = bottom.new_empty(len(bottom), vectors * bottom.shape[1])
-        if len(bottom):
-            _concatenate[(len(bottom),)](
-                bottom, with_strides(parts), order, out, bottom.stride(0), **_sizes(parts)
-            )  # fmt: skip
-        ctx.save_for_backward(order)
-        ctx.inputs = [(x.shape, x.dtype) for x in (bottom, *parts)]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        grad_bottom, *grad_parts = (grad.new_empty(shape, dtype=kind) for shape, kind in ctx.inputs)
-        if len(grad_bottom):
-            _split[(len(grad_bottom),)](
-                grad.contiguous(), order, grad_bottom, tuple(grad_parts), **_sizes(grad_parts)
-            )  # fmt: skip
-        return grad_bottom, None, *grad_parts
-
-
 class _Late(torch.autograd.Function):
-    """The matrices of a layer, cast to the type of their products.
+    """The weights of a layer, cast to the type of its products.
 
-    :class:`_CrossNetwork` hands their gradients over as pairs of factors, and here they are
-    multiplied: autograd gets here when all that depends on the gradient of the input is launched.
-    It begins with the last layer, whose gradients may be sent during the products of the next one.
+    :class:`_CrossNetwork` hands over what their gradients are made of, and here they are computed:
+    autograd gets here when all that depends on the gradient of the vectors is launched. It begins
+    with the last layer, whose gradients may be sent during the products of the next one.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, factors: list[Tensor], low: Sequence[Tensor], down: Tensor, up: Tensor
-    ) -> Any:
+    def forward(ctx: Any, known: list[Tensor], low: Sequence[Tensor], *weights: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.factors, ctx.dtype = factors, down.dtype
+        ctx.known, ctx.dtypes = known, [weight.dtype for weight in weights]
         return tuple(low)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.factors[::2], ctx.factors[1::2], strict=True)
-        found = [_product(left.t(), right, ctx.dtype) for left, right in pairs]
-        ctx.factors.clear()
-        return None, None, *found
+        (grad_narrow, x, scaled, narrow, sums), (down, up, bias) = ctx.known, ctx.dtypes
+        ctx.known.clear()
+        grad_down = _product(grad_narrow.t(), x, down)
+        return None, None, grad_down, _product(scaled.t(), narrow, up), sums.sum(0).to(bias)
 
 
 class _CrossNetwork(torch.autograd.Function):
-    """``weights`` are V of each layer, then W of each, then b of each."""
+    """``tensors`` are ``parts`` parts, then V, W and b of each layer."""
 
     @staticmethod
     def forward(
-        ctx: Any, late: list[list[Tensor]], overwrites: bool, first: Tensor, *weights: Tensor
+        ctx: Any,
+        late: list[list[Tensor]],
+        order: Tensor | None,
+        parts: int,
+        bottom: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
-        layers = len(weights) // 3
+        embedded, weights = tensors[:parts], tensors[parts:]
+        sizes = _sizes(embedded)
+        first = bottom.new_empty(len(bottom), (sizes["F"] + 1) * sizes["D"])
+        if len(bottom):
+            _concatenate[(len(bottom),)](
+                bottom, with_strides(embedded), order, first, bottom.stride(0), **sizes
+            )  # fmt: skip
+
         inputs: list[Tensor] = [first]
         narrow: list[Tensor] = []
-        products: list[Tensor] = []
-        for layer in range(layers):
-            down, up, bias = weights[layer::layers]
+        factors: list[Tensor] = []
+        for down, up, bias in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
             narrow.append(inputs[-1] @ down.t())
-            products.append(narrow[-1] @ up.t())
-            x = torch.empty_like(first)
-            _launch(_cross, x.shape, ROWS, first, products[-1], bias, inputs[-1], x)
+            factors.append(torch.addmm(bias, narrow[-1], up.t()))
+            x, _ = _layer(factors[-1], first, inputs[-1])
             inputs.append(x)
-        ctx.late, ctx.overwrites, out = late, overwrites, inputs.pop()
-        ctx.save_for_backward(*inputs, *narrow, *products, *weights)
+        out = inputs.pop()
+        ctx.late, ctx.inputs = late, [(x.shape, x.dtype) for x in (bottom, *embedded)]
+        ctx.save_for_backward(order, *weights, *inputs, *narrow, *factors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, layers = ctx.saved_tensors, len(ctx.saved_tensors) // 6
-        inputs, narrow, products, downs, ups, biases = (
-            saved[begin : begin + layers] for begin in range(0, len(saved), layers)
-        )
-        first = inputs[0]
+        order, *saved = ctx.saved_tensors
+        layers = len(ctx.late)
+        weights, rest = saved[: 3 * layers], saved[3 * layers :]
+        inputs, narrow, factors = (rest[i * layers : (i + 1) * layers] for i in range(3))
         grad = grad.contiguous()
-        grad_first = torch.empty_like(first)
-
-        grad_biases: list[Tensor] = []
+        terms, scaled = [grad], None
         for layer in reversed(range(layers)):
-            grad_product = torch.empty_like(first)
-            partial = grad.new_empty(
-                triton.cdiv(len(first), ROWS * REPEATS), first.shape[1], dtype=torch.float32
-            )
-            _launch(
-                _cross_backward, first.shape, ROWS * REPEATS,
-                grad, first, products[layer], biases[layer], grad_first, grad_product, partial,
-                REPEATS=REPEATS, BEGIN=layer == layers - 1, END=layer == 0,
+            scaled, sums = _layer(terms[0], inputs[0], scaled, sums=True)
+            down, up, _ = weights[3 * layer : 3 * layer + 3]
+            grad_narrow = scaled @ up
+            ctx.late[layer][:] = grad_narrow, inputs[layer], scaled, narrow[layer], sums
+            terms.insert(0, grad_narrow @ down)
+
+        grad_bottom, *grad_parts = (grad.new_empty(shape, dtype=kind) for shape, kind in ctx.inputs)
+        if len(grad):
+            _split[(len(grad),)](
+                (*terms, *factors), order, grad_bottom, tuple(grad_parts),
+                LAYERS=layers, **_sizes(grad_parts),
             )  # fmt: skip
-
-            # The products for the gradients of the weights come last.
-            grad_narrow = grad_product @ ups[layer]
-            ctx.late[layer][:] = grad_narrow, inputs[layer], grad_product, narrow[layer]
-            grad_biases.insert(0, partial.sum(0).to(biases[layer].dtype))
-            if layer:
-                if layer == layers - 1 and not ctx.overwrites:
-                    grad = grad.clone()  # it belongs to others, the next ones are our own
-                grad.addmm_(grad_narrow, downs[layer])
-
-        grad_first.addmm_(grad_narrow, downs[0])
-        return None, None, grad_first, *[None] * (2 * layers), *grad_biases
+        return None, None, None, grad_bottom, *grad_parts, *[None] * (3 * layers)
 
 
-def _launch(kernel: Any, shape: torch.Size, rows: int, *tensors: Tensor, **sizes: Any) -> None:
-    batch, n = shape
+def _layer(
+    factor: Tensor, first: Tensor, x: Tensor | None, *, sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """``first * factor + x``, and the sums of its columns in parts."""
+    (batch, n), repeats = first.shape, REPEATS if sums else 1
+    columns = min(COLUMNS, triton.next_power_of_2(n))
+    grid = triton.cdiv(batch, ROWS * repeats), triton.cdiv(n, columns)
+    out = torch.empty_like(first)
+    parts = first.new_empty(grid[0], n, dtype=torch.float32) if sums else None
     if batch:
-        columns = min(COLUMNS, triton.next_power_of_2(n))
-        grid = triton.cdiv(batch, rows), triton.cdiv(n, columns)
-        kernel[grid](*tensors, batch, n, ROWS=ROWS, COLUMNS=columns, **sizes)
+        _cross[grid](
+            factor, first, x, out, parts, batch, n, ROWS=ROWS, COLUMNS=columns, REPEATS=repeats
+        )
+    return out, parts
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,49 +240,10 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def concatenate_vectors(
-    bottom: Tensor,
-    embedded: Sequence[Tensor],
-    *,
-    order: Tensor | None = None,
-    impl: str | None = None,
-) -> Tensor:
-    """The bottom vector, then the embeddings in order, in one row.
-
-    Args:
-        bottom: output of the bottom MLP, ``[B, D]``, fp32 or bf16; the result has its type.
-        embedded: several ``[B, F_i, D]`` that are concatenated; of the same or another type.
-        order: ``[F]``; embedding ``f`` is number ``order[f]`` of the concatenated ``embedded``.
-            None: the embeddings are in order.
-        impl: see :mod:`dlrm.kernels`.
-
-    Returns:
-        ``[B, (F + 1) D]``.
-
-    Raises:
-        ValueError: the shapes do not fit each other.
-    """
-    check_vectors(bottom, embedded, order)
-    if not use_triton(bottom, impl):
-        return concatenate_vectors_torch(bottom, embedded, order=order)
-    bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *embedded))
-    order = None if order is None else order.contiguous()
-    return _Concatenate.apply(bottom, order, *parts)
-
-
-def concatenate_vectors_torch(
-    bottom: Tensor, embedded: Sequence[Tensor], *, order: Tensor | None = None
-) -> Tensor:
-    """:func:`concatenate_vectors` in PyTorch."""
-    x = torch.cat(list(embedded), dim=1)
-    x = x if order is None else x.index_select(1, order)
-    return torch.cat([bottom[:, None], x.to(bottom.dtype)], dim=1).flatten(1)
-
-
 def cast_layers(
     layers: Sequence[CrossWeights], dtype: torch.dtype, *, impl: str | None = None
 ) -> CastLayers | Sequence[CrossWeights]:
-    """The layers for :func:`cross_network` with matrices in the type of its input.
+    """The layers for :func:`cross_network` in the type of its input.
 
     In a backward pass, the gradients of these come after all of what is launched later in the
     forward pass than this. Do it first, and embeddings are updated next to these products.
@@ -329,51 +260,63 @@ def cast_layers(
         return layers
     for layer in layers:
         require_contiguous(**layer._asdict())
-    late: list[list[Tensor]] = [[] for _ in layers]
-    downs, ups, biases = zip(*layers, strict=True)
-    low = [torch.empty_like(matrix, dtype=dtype) for matrix in (*downs, *ups)]
+    weights = [weight for layer in layers for weight in layer]
+    low = [torch.empty_like(weight, dtype=dtype) for weight in weights]
     with torch.no_grad():
-        torch._foreach_copy_(low, [*downs, *ups])
-    lows = zip(low[: len(layers)], low[len(layers) :], strict=True)
-    cast = [_Late.apply(*each) for each in zip(late, lows, downs, ups, strict=True)]
-    downs, ups = zip(*cast, strict=True)
-    return CastLayers((*downs, *ups, *biases), late)
+        torch._foreach_copy_(low, weights)
+    late: list[list[Tensor]] = [[] for _ in layers]
+    cast = [
+        _Late.apply(late[index], low[3 * index : 3 * index + 3], *layer)
+        for index, layer in enumerate(layers)
+    ]
+    return CastLayers([weight for layer in cast for weight in layer], late)
 
 
 def cross_network(
-    first: Tensor,
+    bottom: Tensor,
+    embedded: Sequence[Tensor],
     layers: CastLayers | Sequence[CrossWeights],
     *,
-    overwrites: bool = False,
+    order: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """``x_{l+1} = first * (W_l (V_l x_l) + b_l) + x_l`` for each layer, from ``x_0 = first``.
+    """``x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l`` for each layer.
+
+    ``x_0`` is the bottom vector, then the embeddings in order, in one row ``[B, n]``.
 
     Args:
-        first: ``[B, n]``, fp32 or bf16; the products are computed in its type.
+        bottom: output of the bottom MLP, ``[B, D]``, fp32 or bf16; ``x_0`` and the products have
+            its type.
+        embedded: several ``[B, F_i, D]`` that are concatenated; of the same or another type.
         layers: V ``[r, n]``, W ``[n, r]`` and b ``[n]`` of each, fp32; or :func:`cast_layers` of
             them.
-        overwrites: the backward pass may overwrite the gradient of the output, since what computed
-            it keeps no hold of it: that saves a copy of ``[B, n]``.
+        order: ``[F]``; embedding ``f`` is number ``order[f]`` of the concatenated ``embedded``.
+            None: the embeddings are in order.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
         The output of the last layer, ``[B, n]``.
 
     Raises:
-        ValueError: as for :func:`cast_layers`.
+        ValueError: the shapes of the vectors do not fit each other; or as for :func:`cast_layers`.
     """
+    check_vectors(bottom, embedded, order)
     if not isinstance(layers, CastLayers):
-        layers = cast_layers(layers, first.dtype, impl=impl)
-    if not isinstance(layers, CastLayers):
-        return cross_network_torch(first, layers)
-    with torch.autocast(first.device.type, enabled=False):
-        first = first.contiguous()
-        return _CrossNetwork.apply(layers.late, overwrites, first, *layers.weights)
+        if not use_triton(bottom, impl):
+            x = torch.cat(list(embedded), dim=1)
+            x = x if order is None else x.index_select(1, order)
+            first = torch.cat([bottom[:, None], x.to(bottom.dtype)], dim=1).flatten(1)
+            return cross_network_torch(first, layers)
+        cast = cast_layers(layers, bottom.dtype, impl=impl)
+        layers = cast if isinstance(cast, CastLayers) else CastLayers([], [])
+    bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *embedded))
+    order = None if order is None else order.contiguous()
+    with torch.autocast(bottom.device.type, enabled=False):
+        return _CrossNetwork.apply(layers.late, order, len(parts), bottom, *parts, *layers.weights)
 
 
 def cross_network_torch(first: Tensor, layers: Sequence[CrossWeights]) -> Tensor:
-    """:func:`cross_network` in PyTorch."""
+    """The layers of :func:`cross_network` in PyTorch, from ``x_0 = first``."""
     x = first
     for down, up, bias in layers:
         x = first * functional.linear(functional.linear(x, down), up, bias) + x
