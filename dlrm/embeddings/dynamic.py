@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Embedding
@@ -22,9 +21,8 @@ from dlrm.embeddings.common.dynamic_tables import (
     slots_of,
 )
 from dlrm.embeddings.common.host_rows import HostRows
+from dlrm.embeddings.common.index_ahead import IndexAhead
 from dlrm.embeddings.common.row_caches import Ids
-from dlrm.kernels.dynamic.index import place
-from dlrm.kernels.dynamic.slot_index import begin_step
 from dlrm.kernels.lookup.tables import TableRows
 from dlrm.utils.bags import Bags
 
@@ -70,6 +68,7 @@ class Dynamic(DynamicTables, HostRows):
     """
 
     of_speed = frozenset({"cache_share"})
+    _ahead: IndexAhead | None = None
 
     @property
     def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
@@ -104,25 +103,25 @@ class Dynamic(DynamicTables, HostRows):
     def begin_window(self, now: Sequence[Ids], coming: Sequence[Ids]) -> None:
         if now and self.cached.moves:  # all earlier steps have begun
             self.cached.wait()
-            copies = {name: getattr(self.index, name).clone() for name in STATE}
-            self._index_ahead = self.index._replace(**copies)
-            self.cached.side.keep(copies.values())
+            if self._ahead is None or self._ahead.device != self._num_shared.device:
+                self._ahead = IndexAhead(self.index, self._num_shared)
+            self._ahead.follow(self.index)
         super().begin_window(now, coming)
+        if self._ahead is not None:
+            self.cached.side.keep(self._ahead.tensors)
 
     def _rows_of(self, batches: Sequence[Ids]) -> tuple[Tensor, Tensor | None] | None:
         return super()._rows_of([self._place_ahead(ids) for ids in batches])
 
-    @torch.no_grad()
     def _place_ahead(self, ids: Ids) -> Ids:
         """The rows within their tables that the ids of a batch will have in their step."""
+        assert self._ahead is not None
         if self.padding_idx is not None:
             bags = ids if isinstance(ids, Bags) else Bags.one_each(ids)
             ids = bags.without(self.padding_idx)
-        begin_step(self._index_ahead)
         if isinstance(ids, Tensor):
-            return place(self._index_ahead, self._num_shared, self._tables[:, None], ids).rows
-        tables = ids.tables(self.num_tables)
-        return replace(ids, ids=place(self._index_ahead, self._num_shared, tables, ids.ids).rows)
+            return self._ahead.place(self._tables[:, None], ids)
+        return replace(ids, ids=self._ahead.place_bags(ids, self.num_tables))
 
     def set_clock(self, value: int | Tensor) -> None:
         if self.on_host:

@@ -182,10 +182,8 @@ class SharedRows(Embedding):
         )
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
-        source = self._source
-        assert isinstance(source, Weight), "rows with a cache are pooled as vectors"
         return lookup_bags(
-            source,
+            self._source,
             self._table_rows,
             bags,
             mode=self.mode,

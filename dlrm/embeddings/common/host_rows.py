@@ -12,7 +12,6 @@ from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import Ids, PrefetchesRows
 from dlrm.embeddings.shared_rows import SharedRows
-from dlrm.kernels.lookup.pool import pool_bags_torch
 from dlrm.kernels.lookup.source import RowSource
 from dlrm.kernels.offload.pinned_memory import empty_on_host
 from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
@@ -67,7 +66,6 @@ class HostRows(PrefetchesRows, SharedRows):
         self._capacity = None if capacity is None else min(capacity, rows)
         self._half_life = half_life
         super().__init__(num_embeddings, embedding_dim, num_kept, **common)
-        self.captures_bags = not self.on_host
 
     def _new_rows(self, count: int, dim: int, wide: int = 0) -> nn.Parameter:
         if self._capacity is None:
@@ -100,17 +98,20 @@ class HostRows(PrefetchesRows, SharedRows):
         return super().lookup(ids, context)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if not self.on_host:
-            return super().lookup_bags(bags, context)
-        vectors = HostRows.vectors(self, bags.tables(self.num_tables), bags.ids, context)
-        return pool_bags_torch(vectors, bags, self.num_tables, self.mode)
+        if self.cached.active and not context.rows_fetched:
+            ids = bags.ids
+            if context.padded:  # any ids lie beyond the last bag
+                index = torch.arange(len(ids), device=ids.device)
+                ids = ids.where(index < bags.offsets[-1], 0)
+            self._prepare(bags.tables(self.num_tables), ids, context)
+        return super().lookup_bags(bags, context)
 
     def _prepare(self, tables: Tensor, ids: Tensor, context: LookupContext) -> None:
         """Have the rows ``ids`` within their tables where a look-up expects them."""
-        if self.cached.active:
+        if self.cached.active and not context.rows_fetched:
             training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
             rows = (ids + self._offsets[tables]).reshape(1, -1)
-            self.cached.prepare(rows, None, training=training, fetched=context.rows_fetched)
+            self.cached.prepare(rows, None, training=training)
 
     def window_size(self, lookups: int) -> int:
         """So large that the rows of two windows take most of the cache."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
+from dlrm.kernels import require_contiguous, require_integers, triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import RowSource, Weight
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, tiling
@@ -179,7 +179,7 @@ def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grad
 
 
 def lookup_bags(
-    weight: Tensor | Weight,
+    weight: Tensor | RowSource,
     tables: TableRows,
     bags: Bags,
     *,
@@ -210,15 +210,15 @@ def lookup_bags(
             wrong length, ids or offsets that are not integers or on another device, padded ids with
             a dense gradient, or a tensor that a kernel reads is not contiguous.
     """
-    source = weight if isinstance(weight, Weight) else Weight(weight)
-    weight = source.weight
+    source = weight if isinstance(weight, RowSource) else Weight(weight)
+    (weight,) = source.weights
     require_integers(weight, ids=bags.ids, offsets=bags.offsets)
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
     bags.check(len(tables.starts), mode)
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
-    if not use_triton(weight, impl):
+    if not source.runs_triton(weight, impl):
         bags = bags.filled() if context.padded else bags
         out = lookup_bags_torch(source, tables, bags, mode, sparse)
         return out.to(context.dtype or out.dtype)
@@ -242,7 +242,7 @@ def lookup_bags(
 
 
 def lookup_bags_torch(
-    source: Weight, tables: TableRows, bags: Bags, mode: str, sparse: bool
+    source: RowSource, tables: TableRows, bags: Bags, mode: str, sparse: bool
 ) -> Tensor:
     """:func:`lookup_bags` in PyTorch."""
     num_tables, ids, offsets = len(tables.starts), bags.ids, bags.offsets
@@ -253,13 +253,14 @@ def lookup_bags_torch(
     if tables.held is not None:
         offsets, rows = offsets_of(here)[offsets], rows[here]
 
-    plain = type(source) is Weight and packed_rows(source.weight) is None
+    (weight,) = source.weights
+    plain = type(source) is Weight and packed_rows(weight) is None
     if not plain or mode == "max":
         # PyTorch reads no other rows, and for max it would make a dense gradient of the table.
         vectors = lookup(source, rows, sparse=sparse, impl="torch")
         return pool_bags_torch(vectors, Bags(rows, offsets, bags.weights), num_tables, mode)
     pooled = functional.embedding_bag(
-        rows, source.weight, offsets, mode=mode, sparse=sparse,
+        rows, weight, offsets, mode=mode, sparse=sparse,
         per_sample_weights=bags.weights, include_last_offset=True,
     )  # fmt: skip
     return pooled.view(num_tables, batch, source.width).transpose(0, 1)

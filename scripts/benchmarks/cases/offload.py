@@ -3,9 +3,11 @@
     python scripts/benchmarks/run.py offload --output benchmarks/offload_h100.json
     python scripts/benchmarks/run.py offload --large --output FILE
     python scripts/benchmarks/run.py offload --table --output FILE
+    python scripts/benchmarks/run.py offload --variants dense dynamic 'dynamic, host' --output FILE
 
 The Kaggle model with log-uniform ids, no batch twice; the GPU caches 10% of the rows, or 1.5%.
-Losses that differ from those of dense tables are an error, not a result. With --large the Terabyte
+Losses that differ from those of dense tables are an error, not a result. ``dynamic`` has the same
+tables with a row for each id that occurs, on the GPU or in host memory. With --large the Terabyte
 model (dim 128: 104.5 GB of tables), which no GPU of 80 GB holds. With --table no model, but a
 look-up with its update at the shape that FBGEMM publishes: one table of 24 million rows, dim 128,
 and 1,048,576 look-ups from a power law of exponent 1.05; the GPU caches 10% of it.
@@ -56,13 +58,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows
     "offload, 1.5%": ("offload", {"cache_share": 0.015}, True),
     "offload, not ahead": ("offload", {}, False),
     "offload, no cache": ("offload", {"cache_rows": 0}, False),
+    "dynamic": ("dynamic", {}, False),
+    "dynamic, host": ("dynamic", {"cache_share": 0.1}, True),
 }
+USUAL = [name for name, (kind, *_) in VARIANTS.items() if kind != "dynamic"]
 
 
 def arguments(parser: Parser) -> None:
     """Add the options."""
     add = parser.add_argument
-    add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    add("--variants", nargs="+", choices=list(VARIANTS), default=USUAL)
     add("--rules", nargs="+", choices=RULES, default=["sgd", "adagrad"])
     add("--batches", nargs="+", type=count_arg, default=[2048, 16384, 65536])
     add("--threshold", type=int, default=0, help="smaller tables stay on the GPU")
