@@ -204,6 +204,9 @@ def _options_within(
         level = highest_level(cost, highest, budget.size, kind)
         sizes = {t: size(t, level, scarce) for t in range(len(tables))}
         found = {t: own for t, own in sizes.items() if tables[t] * row > own.bytes}
+        if scarce and shared is None and found:  # whole buckets leave a part of a small budget
+            more = (budget.size - cost(level)) // (row * len(found))
+            found = {t: own._replace(shared=own.shared + more) for t, own in found.items()}
         wanted = sum(expected[t] for t in found)
         rows = sum(own.rows for own in found.values())
         return found, rows / wanted if 0 < wanted < MANY_IDS else 1.0

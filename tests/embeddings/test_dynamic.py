@@ -252,9 +252,10 @@ def test_a_budget_is_divided_by_how_many_ids_occurred(size, dtype):
     assert rows == sorted(rows, reverse=True)
 
     group = Dynamic([HASHED] * 4, 16, rows=rows, shared=shared, chance=chance, dtype=dtype)
-    assert 0.8 * size < sum(sum(table.values()) for table in group.footprint()) <= size
+    taken = sum(sum(table.values()) for table in group.footprint())
+    assert (0.98 if chance < 1 else 0.9) * size < taken <= size
     if size == 40_000:
-        assert shared[0] == rows[0] >= rows[2]
+        assert shared[0] >= rows[0] >= rows[2]
         assert 0.05 < chance < 0.2
     else:
         assert rows[0] > rows[2]
