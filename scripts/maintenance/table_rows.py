@@ -134,7 +134,10 @@ def distributed(*results: Result) -> Iterator[Mapping[str, Any]]:
         device = result["environment"]["device"].split()[1]
         for r in (r for r in result["results"] if r["gpus"] > 1):
             wire = "" if r["wire"] in ("fp32", "-") else f", {r['wire']}"
-            yield {**r, "name": r["model"].capitalize(), "wire": wire, "device": device}
+            eight = r.get("predicted", {}).get("8")
+            eight = f"{eight['Msamples/s']:.1f} M" if eight else "-"
+            own = {"name": r["model"].capitalize(), "wire": wire, "device": device, "eight": eight}
+            yield r | own
 
 
 def pages(result: Result) -> Rows:

@@ -62,8 +62,13 @@ def test_losses_of_several_processes_are_those_of_one(tmp_path):
     given = ["distributed", "--small", "--device", "cpu", "--output", output]
     done = subprocess.run([*command, *given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "replicas equal" in done.stdout
-    assert json.loads(output.read_text())["results"][-1]["scaling"] > 0
+    record = json.loads(output.read_text())
+    assert record["checks"][0]["losses_differ_by"] < 1e-6
+    _, two = record["results"]
+    assert two["scaling"] > 0
+    # On four, a process sends 1.5 times what it sends on two.
+    added = two["ms"] - two["scaling"] * two["ms"]
+    assert two["predicted"]["4"]["ms"] == pytest.approx(two["ms"] + added / 2, rel=0.01)
 
 
 def test_one_process_is_not_several(capsys):

@@ -4,10 +4,13 @@
 
 The Kaggle model (dim 16), that of Criteo Terabyte with ids modulo 40,000,000 (dim 128, 104.5 GB of
 tables, MLPerf's MLPs), and MLPerf's DLRM-DCNv2 on the same tables, with 214 look-ups a sample;
-tables at full size, plain SGD, ids with log-uniform skew. The first process alone measures the
+tables at full size, ids with log-uniform skew. The first process alone measures the
 speed of one GPU in the same call, with as many samples as each has later. Losses that differ from
 those of one GPU with the same global batch are an error, not a result; so are replicas that differ
 in a bit.
+
+Each result of several GPUs says what a step would take on more of them, as a prediction: see
+:func:`predicted_ms`.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ import torch.distributed as dist
 from dlrm.data.batch import Batch, fixed_bags
 from dlrm.distributed.sharding_plan import make_sharding_plan, sharded_from
 from dlrm.distributed.world import World
+from dlrm.kernels.update.packed import storage
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer
+from dlrm.optim import RULES, RowOptimizer
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
@@ -49,10 +53,13 @@ SMALL += " --exchanges collective --wires fp32 --checked 16"
 ROOM = 1.2  # memory of a GPU that holds a model alone, relative to its tables
 COMMUNICATES = re.compile("nccl|barrier_kernel|^_read$|^_send$").search  # names of kernels
 TOLERANCE = {"fp32": 2e-4, "bf16": 1e-2}
-KINDS = [("kaggle", "dense"), ("kaggle", "tt"), ("kaggle", "dynamic"), ("kaggle", "auto")]
-KINDS += [("terabyte", "dense"), ("mlperf", "dense")]
-SHOWN = ["model", "kind", "wire", "exchange", "threshold", "gpus", "ms", "Msamples/s", "scaling"]
-SHOWN += ["communication_share"]
+KINDS = [("mlperf", "dense"), ("terabyte", "dense")]
+KINDS += [("kaggle", "dense"), ("kaggle", "auto"), ("kaggle", "dynamic"), ("kaggle", "tt")]
+ONE_HOT = [16384, 65536]  # samples of each process
+BATCHES = {"mlperf": [6912, 8192, 65536], "terabyte": ONE_HOT, "kaggle": ONE_HOT}
+PREDICTED = (4, 8)  # GPUs
+SHOWN = ["model", "kind", "rule", "wire", "exchange", "gpus", "batch_per_gpu", "ms", "Msamples/s"]
+SHOWN += ["scaling", "communication_share", "predicted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,7 @@ class Case:
 
     model: str
     kind: str = "dense"
+    rule: str = "sgd"
     wire: str = "fp32"
     exchange: str = "auto"
     threshold: int | None = None
@@ -102,12 +110,13 @@ def arguments(parser: Parser) -> None:
     models, kinds = (list(dict.fromkeys(names)) for names in zip(*KINDS, strict=True))
     add("--models", nargs="+", choices=models, default=models)
     add("--kinds", nargs="+", choices=kinds, default=kinds)
-    add("--batches", nargs="+", type=count_arg, default=[65536], help="of each process")
-    add("--wires", nargs="+", default=["fp32", "bf16"], help="see ShardingConfig")
+    add("--batches", nargs="+", type=count_arg, help=f"of each process (default: {BATCHES})")
+    add("--rules", nargs="+", choices=RULES, default=["sgd"], help="optimizers of the tables")
+    add("--wires", nargs="+", default=["fp32"], help="see ShardingConfig")
     add("--precision", default="bf16")
     add("--mode", default="auto", help="see dlrm.training.step")
     add("--thresholds", nargs="+", type=int, default=[None], help="rows of sharded tables")
-    add("--exchanges", nargs="+", default=["peers", "collective"], help="see ShardingConfig")
+    add("--exchanges", nargs="+", default=["auto"], help="see ShardingConfig")
     add("--check", nargs="*", choices=models, default=models, help="models")
     add("--checked", type=count_arg, default=2048, help="samples a process when losses are checked")
     add("--cap", type=count_arg, default=40_000_000, help="rows of a table at most")
@@ -144,17 +153,17 @@ class Benchmark:
         self.memory = torch.cuda.get_device_properties(device).total_memory if self.on_gpu else 0
 
     def run(self) -> None:
-        """Check all cases, then measure them."""
+        """Check each case, then measure it."""
         cases = list(self.cases())
-        for case in cases:
-            if case.model in self.options.check:
+        checked: set[Case] = set()
+        alone: dict[tuple[str, str, str, int], float] = {}
+        whole: set[tuple[Any, ...]] = set()  # where no table is in pieces
+        for case, batch in self.sized(cases):
+            if case.model in self.options.check and case not in checked:
+                checked.add(case)
                 self.check(case)
                 harness.release()
-
-        alone: dict[tuple[str, str, int], float] = {}
-        whole: set[tuple[Any, ...]] = set()  # where no table is in pieces
-        for batch, case in product(self.options.batches, cases):
-            key = (case.model, case.kind, batch)
+            key = (case.model, case.kind, case.rule, batch)
             if key not in alone and self.fits(case):
                 alone[key] = self.measure_alone(case, batch)
             if (*key, case.rows_from) in whole:  # another wire or exchange of nothing
@@ -166,6 +175,7 @@ class Benchmark:
             if key in alone:
                 scaling = result["Msamples/s"] / self.world.size / alone[key]
                 result["scaling"] = round(scaling, 3)
+                result["predicted"] = self.predicted(result["ms"], scaling, batch)
             self.report(result)
 
     def cases(self) -> Iterator[Case]:
@@ -173,11 +183,25 @@ class Benchmark:
         options = self.options
         for model, kind in KINDS:
             if model in options.models and kind in options.kinds:
-                choices = product(options.thresholds, options.exchanges, options.wires)
-                for threshold, exchange, wire in choices:
-                    yield Case(
-                        model=model, kind=kind, wire=wire, exchange=exchange, threshold=threshold
-                    )
+                names = "threshold", "exchange", "wire", "rule"
+                choices = options.thresholds, options.exchanges, options.wires, options.rules
+                for values in product(*choices):
+                    yield Case(model=model, kind=kind, **dict(zip(names, values, strict=True)))
+
+    def sized(self, cases: Sequence[Case]) -> Iterator[tuple[Case, int]]:
+        """Every case with each of its batches, all variants of a model side by side."""
+        for model, kind in KINDS:
+            own = [case for case in cases if (case.model, case.kind) == (model, kind)]
+            for batch, case in product(self.options.batches or BATCHES[model], own):
+                yield case, batch
+
+    def predicted(self, ms: float, scaling: float, batch: int) -> dict[str, Any]:
+        """Milliseconds and million samples per second of more GPUs."""
+        found = {}
+        for gpus in (n for n in PREDICTED if n > self.world.size):
+            more = predicted_ms(ms * scaling, ms, self.world.size, gpus)
+            found[str(gpus)] = {"ms": more, "Msamples/s": gpus * batch / more / 1e3}
+        return found
 
     def fits(self, case: Case) -> bool:
         """Does one GPU hold the model?"""
@@ -211,6 +235,7 @@ class Benchmark:
             NAMES,
             recipe,
             lengths,
+            case.rule,
             threshold=case.threshold,
             comm_dtype=case.wire,
             exchange=case.exchange,
@@ -221,7 +246,7 @@ class Benchmark:
 
         optimizers = [
             RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
-            RowOptimizer(model.sparse_arch.parameters(), "sgd", lr=0.01),
+            RowOptimizer(model.sparse_arch.parameters(), case.rule, lr=0.01),
         ]
         reducer = GradientReducer.of(model, optimizers[1], world)
         mode = self.options.mode
@@ -259,12 +284,14 @@ class Benchmark:
         local = set(many.sparse_arch.local_parameters())
         for name, parameter in many.named_parameters():
             if parameter not in local:
-                copies = [torch.empty_like(parameter) for _ in range(world.size)]
-                dist.all_gather(copies, parameter.detach())
+                own = storage(parameter)[0].detach()
+                copies = [torch.empty_like(own) for _ in range(world.size)]
+                dist.all_gather(copies, own)
                 same = all(torch.equal(copies[0], copy) for copy in copies)
                 harness.require(same, f"{case}: the replicas of {name} differ")
         if world.first:
-            print(f"{case}: losses within {worst:.1e} of one GPU's, replicas equal", flush=True)
+            kept = {name: getattr(case, name) for name in ("model", "kind", "rule", "wire")}
+            self.record.add({**kept, "losses_differ_by": worst}, to="checks")
 
     def measure_case(self, case: Case, batch: int, world: World) -> dict[str, Any]:
         """The step's time on the slowest process, and what it consists of."""
@@ -291,6 +318,7 @@ class Benchmark:
         return {
             "model": case.model,
             "kind": case.kind,
+            "rule": case.rule,
             "by": "auto" if text else "-",
             "wire": case.wire if text else "-",
             "exchange": text.rsplit(" ", 1)[-1] if text else "-",
@@ -320,6 +348,16 @@ class Benchmark:
             "communication_share": round(communication / ms, 3),
             "gpu_GB": (memory - free) / 1e9,
         }
+
+
+def predicted_ms(alone: float, ms: float, gpus: int, more: int) -> float:
+    """What a step would take on more GPUs of one host, from its time on one and on a few.
+
+    What it takes longer than on one is taken to be communication. Of ``n`` GPUs, each sends the
+    share ``(n - 1) / n`` of its vectors, and in a ring twice that of its gradients: on eight it
+    sends 1.75 times the bytes of two.
+    """
+    return alone + (ms - alone) * (1 - 1 / more) / (1 - 1 / gpus)
 
 
 def expected_counts(rows: Sequence[int]) -> list[torch.Tensor]:
