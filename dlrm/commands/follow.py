@@ -44,9 +44,6 @@ class FollowingRun(Run):
     def _begin_epoch(self) -> bool:
         before, config = self.train_data.path, self.config
         if self.train_data.epoch < self.progress.epoch:
-            ended = self.progress.validated[0] != self.steps  # just now
-            if ended and config.calibrate and not self.train_data.meta.has_rows("val"):
-                self.held_out.center()
             self._validate()  # and save the state after the day before
             if config.follow_export:
                 self._export(Path(config.follow_export))

@@ -264,7 +264,7 @@ class RunConfig:
     calibrate: bool = True
     """Calibrate the scores in each evaluation on validation rows: shift the logits so that their
     average is right on training rows, and scale them so that the log loss on the validation rows is
-    least. Their order, and so AUC, stays the same."""
+    least. Without these, only shift them. Their order, and so AUC, stays the same."""
     negatives: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training rows with label 0 that are kept, chosen by seed, the same in every
     epoch. The loss accounts for it, so that probabilities are those of all rows."""

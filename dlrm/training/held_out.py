@@ -75,9 +75,11 @@ class HeldOut:
     def evaluate(
         self, split: str, step: int, stop: Callable[[], object], *, model: DLRM | None = None
     ) -> dict[str, float]:
-        """The metrics of a split; none if the data has no such rows. The model is calibrated on
-        those of ``val`` first, if it is to be. Sets :attr:`diverged`, and warns the first time that
-        a trained model gives all rows the same score.
+        """The metrics of a split; none if the data has no such rows.
+
+        The model is calibrated on those of ``val`` first, if it is to be; without them only its
+        average, on training rows. Sets :attr:`diverged`, and warns the first time that a trained
+        model gives all rows the same score.
 
         Args:
             split: ``val`` or ``test``, or ``day`` for rows that are trained on next.
@@ -85,14 +87,15 @@ class HeldOut:
             stop: see :meth:`Interruption.check`.
             model: another model with the same inputs.
         """
-        if (loader := self._loaders.get(split)) is None:
-            return {}
-
         # The calibration is fitted to the scores of the model as it was trained.
-        batches = self.interruption.between(loader, stop)
         calibrates = self._calibrates and split == "val" and model is None
         if calibrates:
             self._set_calibration(1.0, 0.0)
+        if (loader := self._loaders.get(split)) is None:
+            if calibrates:
+                self._fit_calibration(None)
+            return {}
+        batches = self.interruption.between(loader, stop)
         scores = self._predict(loader, batches, loader.rows, model)
         if calibrates:
             scale, shift = self._fit_calibration(scores)
@@ -116,13 +119,6 @@ class HeldOut:
         if self.diverged and split == "val" and self._world.first:
             print_error(f"warning: {self.diverged}")
         return values
-
-    def center(self) -> None:
-        """Calibrate the model without validation rows: shift its scores so that their average is
-        right on training rows.
-        """
-        self._set_calibration(1.0, 0.0)
-        self._fit_calibration(None)
 
     def _fit_calibration(self, later: Sequence[Tensor] | None) -> tuple[float, float]:
         """Calibrate the model; returns scale and shift.
