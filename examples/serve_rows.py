@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -91,7 +92,15 @@ def json_rows(body: bytes, columns: Collection[str], most: int) -> tuple[pa.Tabl
     # Not the names of all rows: n rows with different names would take n x n values.
     used = rows[:most]
     names = [name for name in columns if any(name in row for row in used)]
-    return pa.table({name: [row.get(name) for row in used] for name in names}), len(rows)
+    return pa.table({name: _column([row.get(name) for row in used]) for name in names}), len(rows)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """The values of a column; ids that are hashes may have all 64 bits."""
+    try:
+        return pa.array(values)
+    except OverflowError:
+        return pa.array(values, pa.uint64())
 
 
 def require_small(name: str, column: pa.ChunkedArray, most: int) -> None:

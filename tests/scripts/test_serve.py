@@ -119,6 +119,15 @@ def test_rows_are_scored_as_json_and_as_arrow(served, exported):
     assert json.loads(served.ask("POST", "/score", as_json([]))[1]) == {"probability": []}
 
 
+def test_ids_have_up_to_64_bits(served, exported):
+    _, _, rows = exported
+    some = [{**row, "user": id} for row, id in zip(rows, (2**64 - 1, 2**63, 5, None), strict=False)]
+    texts = [{**row, "user": row["user"] and str(row["user"])} for row in some]
+    answers = [served.ask("POST", "/score", as_json(each)) for each in (some, texts)]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 200
+
+
 def test_health_and_metrics(served, exported):
     _, _, rows = exported
     manifest = json.loads((exported[0] / "manifest.json").read_text())
@@ -149,6 +158,8 @@ def test_bad_requests_are_answered(served, exported):
         as_json([row, {**row, "price": [1]}]): "the body does not fit",
         as_json([{**row, "price": [1]}]): "column 'price': it holds list",
         as_json([{**row, "price": 10**400}]): "the body does not fit",
+        as_json([{**row, "user": 2**64}]): "the body does not fit",
+        as_json([{**row, "user": -1}, {**row, "user": 2**64 - 1}]): "the body does not fit",
         as_json([{}, {}]): "the rows have none of the columns price, user",
         as_json([{**row, "user": {}}]): "column 'user': it holds struct",
     }.items():
