@@ -215,9 +215,10 @@ class World:
         if self.size == 1:
             return [tensor]
 
-        longest = max(sizes)
-        padded = tensor.new_zeros(longest, *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
+        longest, padded = max(sizes), tensor.contiguous()
+        if min(sizes) < longest:
+            padded = tensor.new_zeros(longest, *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
