@@ -181,7 +181,7 @@ def train(step: TrainStep, batches: Sequence[Batch], ahead: bool) -> list[Tensor
 def mean_milliseconds(
     step: TrainStep, batches: Sequence[Batch], ahead: bool, options: argparse.Namespace
 ) -> float:
-    """Milliseconds of a step over whole windows, the median of all such times but the first."""
+    """Milliseconds of a step, over all spans but the first, which may begin more or fewer windows."""
     prepared: Iterator[Any] = iter(step.prefetcher(batches) if ahead else batches)
     times = []
     for _ in range(options.spans):
@@ -191,7 +191,7 @@ def mean_milliseconds(
             step(next(prepared))
         _wait(options.device)
         times.append(1e3 * (time.perf_counter() - began) / options.span)
-    return statistics.median(times[1:])
+    return statistics.mean(times[1:])
 
 
 def _wait(device: str) -> None:
