@@ -124,26 +124,30 @@ def _list_missing(
     slot = tl.load(index.row_to_slot + row, mask=inside, other=CLAIMED)
     cached = slot >= 0
 
-    # Cached rows.
-    tl.atomic_add(index.traffic, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(index.traffic + 1, tl.sum(cached.to(tl.int64), 0), sem="relaxed")
+    # Cached rows. Most look-ups are of rows that others have marked: to store again costs more.
     now = tl.load(index.step)
     window = now + AHEAD
-    tl.store(index.last_used + slot, window, mask=cached)
+    used = tl.load(index.last_used + slot, mask=cached, other=0)
+    tl.store(index.last_used + slot, window, mask=cached & (used != window))
+    if tl.program_id(0) == 0:
+        tl.atomic_add(index.traffic, tl.full((), n, tl.int64), sem="relaxed")
+    hits = tl.sum(cached.to(tl.int32), 0)
+    tl.atomic_add(index.traffic + 1, hits.to(tl.int64), sem="relaxed")
 
     # Rows that the current window uses in host memory stay there.
     busy = (slot <= -2 - now) & (slot != CLAIMED)
-    tl.store(index.row_to_slot + row, -2 - window, mask=busy)
-
-    # Missing rows: the first look-up of each lists it. Those that do not fit stay in host memory.
     absent = (slot < 0) & (slot > -2 - now)
-    old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
-    absent &= old != CLAIMED
-    at = append(counters, absent)
-    listed = absent & (at < most)
-    tl.store(missing + at, row.to(tl.int32), mask=listed)
-    tl.atomic_add(pages + (row >> shift), 1, mask=listed, sem="relaxed")
-    tl.store(index.row_to_slot + row, -2 - window, mask=absent & (at >= most))
+    if tl.max((busy | absent).to(tl.int32), 0) > 0:
+        tl.store(index.row_to_slot + row, -2 - window, mask=busy)
+
+        # Missing rows: the first look-up of each lists it. Those that do not fit stay, too.
+        old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
+        absent &= old != CLAIMED
+        at = append(counters, absent)
+        listed = absent & (at < most)
+        tl.store(missing + at, row.to(tl.int32), mask=listed)
+        tl.atomic_add(pages + (row >> shift), 1, mask=listed, sem="relaxed")
+        tl.store(index.row_to_slot + row, -2 - window, mask=absent & (at >= most))
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from dlrm.kernels.offload.pinned_memory import (
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.utils.streams import side_stream_of
 
-SHARE = 0.9  # of the slots that two windows should need: rows without one are slow
+SHARE = 0.97  # of the slots that two windows should need: rows without one are slow
 DEMAND = 0.15  # slots that they need for each of their look-ups, as long as it is unknown
 
 Window = tuple[Tensor, Tensor | None]

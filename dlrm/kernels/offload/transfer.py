@@ -3,6 +3,10 @@
 A kernel reads and writes host memory by its address; the processors of the host do nothing. Bytes
 to move: each row and its state once each way. Arrays of rows and of their states move side by side,
 so that the time of a round trip to the host passes once and not for each.
+
+Measured on one H100's host with rows of 512 bytes, 300 MB each way: both directions together have
+62 GB/s, and 54 by the copy engines, one of them as much as both. Programs that only read or only
+write changed nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ ELEMENTS = 16384  # that a program exchanges at a time
 ROWS = 1024  # at most
 MOVERS = 64  # programs, while a step waits for the rows
 BYTES_PER_MOVER = 32  # of the longest row or state; a program beside a step for each of them,
-FEWEST, MOST = 2, 16  # within these
+FEWEST, MOST = 2, 16  # within these; half of them if there are states
 
 
 class RowMoves(NamedTuple):
@@ -97,6 +101,8 @@ def exchange_rows(
     if background:
         row_bytes = max(host.shape[1] * host.element_size() for host, _ in tensors)
         programs = max(FEWEST, min(row_bytes // BYTES_PER_MOVER, MOST))
+        if len(tensors) > 1:
+            programs //= 2
     rounds = triton.cdiv(len(moves.missing), min(block for _, block, _ in shapes))
 
     warps = max(1, min(16, max(block * block_d for _, block, block_d in shapes) // 512))

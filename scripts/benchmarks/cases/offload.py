@@ -181,7 +181,7 @@ def train(step: TrainStep, batches: Sequence[Batch], ahead: bool) -> list[Tensor
 def mean_milliseconds(
     step: TrainStep, batches: Sequence[Batch], ahead: bool, options: argparse.Namespace
 ) -> float:
-    """Milliseconds of a step, over all spans but the first, which may begin more or fewer windows."""
+    """Milliseconds of a step over all spans but the first; windows may begin in any of them."""
     prepared: Iterator[Any] = iter(step.prefetcher(batches) if ahead else batches)
     times = []
     for _ in range(options.spans):
@@ -210,7 +210,7 @@ def measure_table(
     def draw(size: int) -> list[Tensor]:
         return [power_law(rows, lookups, device).int()[None] for _ in range(size)]
 
-    found = measure_windows(group, rule, draw, lookups, options.table_warm_up)
+    found = measure_windows(group, rule, draw, lookups, options.table_warm_up, captured=True)
     return {"model": "one table", "variant": "offload", "rule": rule, "batch": lookups, **found}
 
 
