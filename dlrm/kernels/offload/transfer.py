@@ -22,7 +22,7 @@ ELEMENTS = 16384  # that a program exchanges at a time
 ROWS = 1024  # at most
 MOVERS = 64  # programs, while a step waits for the rows
 BYTES_PER_MOVER = 32  # of the longest row or state; a program beside a step for each of them,
-FEWEST, MOST = 2, 16  # within these; half of them if there are states
+FEWEST, MOST = 2, 16  # within these; half of them if there are several states
 
 
 class RowMoves(NamedTuple):
@@ -101,7 +101,7 @@ def exchange_rows(
     if background:
         row_bytes = max(host.shape[1] * host.element_size() for host, _ in tensors)
         programs = max(FEWEST, min(row_bytes // BYTES_PER_MOVER, MOST))
-        if len(tensors) > 1:
+        if len(tensors) > 2:
             programs //= 2
     rounds = triton.cdiv(len(moves.missing), min(block for _, block, _ in shapes))
 
