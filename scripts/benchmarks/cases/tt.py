@@ -62,6 +62,11 @@ CASES = {
     "dim64": Case(rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
     "dim128-rank64": Case(rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
     "4-cores": Case(rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
+    # The shapes of EL-Rec's artifact (Wang et al., SC 2022).
+    **{
+        f"dim{prod(q)}-rank128-{batch}": Case(rows=ONE, q=q, rank=128, lookups=batch)
+        for q, batch in product(((2, 2, 4), (4, 4, 4)), (1024, 2048, 4096))
+    },
     "7x2048": Case(rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
     "7x16384": Case(rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
     "7x65536": Case(rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
