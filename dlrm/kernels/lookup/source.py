@@ -20,6 +20,8 @@ from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.update.packed import load_packed, read_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
+BLOCK = 1024  # elements of a program
+
 
 class KernelSource(NamedTuple):
     """The arguments of a kernel that say where rows are; those of other kinds are None."""
@@ -118,6 +120,19 @@ def store_flat(flat, source, row, lookup, inside, n, KIND: tl.constexpr):
             tl.store(to, tl.where(own == index, local, -1), mask=inside)
     else:
         tl.store(flat + lookup, row, mask=inside)
+
+
+@triton.jit
+def _spread(
+    grad, place, out, n, scale,
+    D: tl.constexpr, SHORT: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of stored rows: those of short rows in their places, and zeros."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry, column = at // STORED, at % STORED
+    mine = tl.load(place + entry, mask=at < n, other=-1) == column // SHORT
+    value = tl.load(grad + entry * D + column % SHORT, mask=mine, other=0.0).to(tl.float32)
+    tl.store(out + at, (value * scale).to(out.dtype.element_ty), mask=at < n)
 
 
 class RowSource(ABC):
@@ -233,17 +248,30 @@ class ShortRows(Weight):
 
     def entries(self, flat: Tensor) -> Tensor:
         """The stored row, and the place in it."""
-        return torch.stack([flat // self.per_row, flat % self.per_row])
+        found = flat.new_empty(2, *flat.shape)
+        torch.div(flat, self.per_row, rounding_mode="floor", out=found[0])
+        torch.remainder(flat, self.per_row, out=found[1])
+        return found
 
     def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:
         sorter.submit(self.weight, flat[0], owners)
 
     def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
         stored, place = (rows if flat else self.entries(rows)).view(2, -1)
-        values = grad.new_zeros(len(grad), self.per_row, self.dim)
-        index = place[:, None, None].expand(-1, 1, self.dim)
-        values.scatter_(1, index, (grad[:, : self.dim] * self.scale)[:, None])
-        return [row_gradient(self.weight, stored, values.flatten(1), sparse)]
+        width = self.per_row * self.dim
+        if flat and len(grad):
+            values = grad.new_empty(len(grad), width)
+            grid = (triton.cdiv(values.numel(), BLOCK),)
+            _spread[grid](
+                grad.contiguous(), place, values, values.numel(), self.scale,
+                D=grad.shape[1], SHORT=self.dim, STORED=width, BLOCK=BLOCK,
+            )  # fmt: skip
+        else:
+            parts = grad.new_zeros(len(grad), self.per_row, self.dim)
+            index = place[:, None, None].expand(-1, 1, self.dim)
+            parts.scatter_(1, index, (grad[:, : self.dim] * self.scale)[:, None])
+            values = parts.flatten(1)
+        return [row_gradient(self.weight, stored, values, sparse)]
 
 
 def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor:
