@@ -5,7 +5,7 @@ import torch
 
 from dlrm.embeddings import build
 from dlrm.embeddings.common.context import LookupContext
-from dlrm.kernels.lookup import pool
+from dlrm.kernels.lookup import source
 from dlrm.kernels.lookup.pool import MODES
 from dlrm.optim import RowOptimizer
 from tests.kit import combinations
@@ -90,7 +90,7 @@ def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, 
         with monkeypatch.context() as patched:
             if kernels:
                 group, given = group.to(device), [each.to(device) for each in given]
-                patched.setattr(pool, "use_triton", lambda *_: True)
+                patched.setattr(source, "use_triton", lambda *_: True)
             out = group(*given, context=LookupContext(padded=room > 0))
             arrived = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
             out.backward(arrived.to(out.dtype))

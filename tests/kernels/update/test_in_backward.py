@@ -9,7 +9,7 @@ from dlrm.data.batch import Batch
 from dlrm.distributed.world import World
 from dlrm.embeddings import build
 from dlrm.embeddings.common.context import LookupContext
-from dlrm.kernels.lookup import pool
+from dlrm.kernels.lookup import source
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.data_parallel import GradientReducer
@@ -19,7 +19,7 @@ from tests.kit import first
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
-    monkeypatch.setattr(pool, "use_triton", lambda *_: True)
+    monkeypatch.setattr(source, "use_triton", lambda *_: True)
 
 
 class Run:
