@@ -100,8 +100,10 @@ class Block(SharedRows):
         ).view(*ids.shape, self.embedding_dim)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows = super().lookup(ids, context)
-        return rows if self.projection is None else project(rows, self.projection)
+        if self.projection is None:
+            return super().lookup(ids, context)
+        own_type = replace(context, dtype=None)  # which is that of the matrices
+        return project(super().lookup(ids, own_type), self.projection)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:

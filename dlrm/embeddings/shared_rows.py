@@ -178,7 +178,13 @@ class SharedRows(Embedding):
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_tables(
-            self._source, self._table_rows, ids, sparse=self.sparse, sorter=context.sorter
+            self._source,
+            self._table_rows,
+            ids,
+            sparse=self.sparse,
+            sorter=context.sorter,
+            updates=context.updates,
+            dtype=context.dtype,
         )
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:

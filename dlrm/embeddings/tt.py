@@ -256,7 +256,8 @@ class TT(CachesHotRows, Embedding):
             return super().lookup(ids, context)
         tables, kept = self._tables[:, None], self._kept[:, None]
         rest = self._products(tables, (ids - kept).clamp(min=0), ids < kept)
-        return self.exact.lookup(ids, context) + rest.transpose(0, 1)
+        own_type = replace(context, dtype=None)  # which is that of the trains
+        return self.exact.lookup(ids, own_type) + rest.transpose(0, 1)
 
     def _products(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
         """Rows of the trains, or cached ones; zeros where ``skip`` is set."""

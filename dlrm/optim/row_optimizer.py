@@ -273,8 +273,8 @@ def apply_in_backward(
         optimizer.step()  # all parameters that have a gradient
         optimizer.zero_grad()
 
-    It applies to rows of bags that are summed without weights, and that Triton kernels look up once
-    in the block. All other parameters have gradients as usual.
+    It applies to rows that Triton kernels look up once in the block, one for each id or in bags
+    that are summed without weights. All other parameters have gradients as usual.
 
     Use it for steps that need no gradients: without clipping or norms, and without a sum over
     processes or several backward passes.

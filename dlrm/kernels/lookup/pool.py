@@ -24,8 +24,7 @@ from dlrm.kernels.lookup.source import RowSource, Weight
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
-from dlrm.kernels.update.row_sort import RowSorter, sort_rows
-from dlrm.kernels.update.sparse import update_rows
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.offsets import offsets_of
@@ -116,7 +115,8 @@ class _Pool(torch.autograd.Function):
         weight, scale, flat, entries, owners, chosen = ctx.saved_tensors
         request, dim = ctx.request, ctx.request.source.width
         if request.update is not None and request.update.due:
-            _apply(request, weight, flat, owners, grad.reshape(-1, dim))
+            grads = grad.reshape(-1, dim)
+            request.update.apply(weight, flat, grads, request.context.sorter, owners)
             return None, None, None
 
         values = weight.new_empty(flat.numel(), dim)
@@ -162,20 +162,6 @@ def _launch(
             *shared, scale, out, (flat, owners), bags, request.batch, D=dim, BLOCK=block,
             BLOCK_D=block_d, CHUNK=CHUNK, MEAN=request.mode == "mean", num_warps=1, **options,
         )  # fmt: skip
-
-
-def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grads: Tensor) -> None:
-    """Update the rows of bags from the gradient of each bag, which is not repeated in memory."""
-    update, sorter = request.update, request.context.sorter
-    assert update is not None
-    found = None if sorter is None else sorter.result(weight, flat)
-    found = found or sort_rows(flat, len(weight)).of_owners(owners)
-    table = weight if packed_rows(weight) is not None else weight.detach()
-    update_rows(
-        update.rule, table, flat, grads, update.states,
-        lr=update.lr, sorted_rows=found, seed=update.seed, impl="triton",
-    )  # fmt: skip
-    update.done(weight)
 
 
 def lookup_bags(

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton
 from dlrm.kernels.lookup.source import RowSource, Weight, load_rows, store_flat
+from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
@@ -135,6 +136,8 @@ class _Request:
     sparse: bool
     sorter: RowSorter | None
     triton: bool
+    update: FusedUpdate | None = None
+    dtype: torch.dtype | None = None
 
     def rows(self) -> Tensor:
         """The rows of the look-ups, sample by sample, ``[B * F]`` int64."""
@@ -159,24 +162,29 @@ class _Lookup(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             shape = batch, num_tables
             flat = ids.long().view(-1) if known else source.new_flat(shape, request.sparse)
-        out = torch.empty(
-            batch, num_tables, source.width, dtype=source.like.dtype, device=ids.device
-        )
+        dtype = request.dtype or source.like.dtype
+        out = torch.empty(batch, num_tables, source.width, dtype=dtype, device=ids.device)
         gather_rows(source, request.tables, ids, out, None if known else flat)
 
         entries = None if flat is None else source.entries(flat)
         if entries is not None and request.sorter is not None:
             source.submit(request.sorter, entries)
-        ctx.save_for_backward(entries)
+        changed = () if request.update is None else weights  # a second pass would be an error
+        ctx.save_for_backward(entries, *changed)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        request, (rows,) = ctx.request, ctx.saved_tensors
+        request, (rows, *_) = ctx.request, ctx.saved_tensors
         flat = request.triton and rows is not None
         rows = request.rows() if rows is None else rows
         values = grad.reshape(-1, grad.shape[2])
+        if request.update is not None and request.update.due:
+            weight = request.source.weights[0]
+            request.update.apply(weight, rows.view(-1), values, request.sorter)
+            return None, None
+        values = values.to(request.source.like.dtype)
         found = request.source.gradients(rows, values, sparse=request.sparse, flat=flat)
         return None, *found
 
@@ -217,6 +225,8 @@ def lookup_tables(
     *,
     sparse: bool = True,
     sorter: RowSorter | None = None,
+    updates: FusedUpdates | None = None,
+    dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Fetch one row per table and sample.
@@ -228,6 +238,8 @@ def lookup_tables(
         sparse: whether the gradient of a weight is an uncoalesced COO tensor, with its entries
             sample by sample, or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
+        updates: of the training step; the backward pass applies that of the rows itself.
+        dtype: type in which vectors may be returned; None: that of the rows.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -242,7 +254,7 @@ def lookup_tables(
             f"ids have shape {tuple(ids.shape)}, they must be [{len(tables.starts)}, B]: a row per "
             "table"
         )
-    return _look_up(source, tables, ids, sparse, sorter, impl)
+    return _look_up(source, tables, ids, sparse, sorter, impl, updates=updates, dtype=dtype)
 
 
 def _look_up(
@@ -252,6 +264,9 @@ def _look_up(
     sparse: bool,
     sorter: RowSorter | None,
     impl: str | None,
+    *,
+    updates: FusedUpdates | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     source = source if isinstance(source, RowSource) else Weight(source)
     require_integers(source.like, ids=ids)
@@ -263,8 +278,17 @@ def _look_up(
     if triton:
         memory = storage(source.weight)[0] if isinstance(source, Weight) else None
         require_contiguous(weight=memory, **tables._asdict())
+    plain = triton and sparse and type(source) is Weight
+    update = updates.take(source.weights[0]) if plain and updates is not None else None
     request = _Request(
-        source=source, tables=tables, ids=ids, sparse=sparse, sorter=sorter, triton=triton
+        source=source,
+        tables=tables,
+        ids=ids,
+        sparse=sparse,
+        sorter=sorter,
+        triton=triton,
+        update=update,
+        dtype=dtype,
     )
     return _Lookup.apply(request, *source.weights)
 

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from dlrm.kernels.update.packed import packed_rows
+from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.kernels.update.rules import Rule
+from dlrm.kernels.update.sparse import update_rows
 
 
 @dataclass(kw_only=True)
@@ -40,8 +43,33 @@ class FusedUpdate:
         """Whether the backward pass may apply it: no other pass needs the parameter unchanged."""
         return self.takers == 1
 
-    def done(self, parameter: Tensor) -> None:
-        """Record that it was applied; autograd then refuses to go back through older look-ups."""
+    def apply(
+        self,
+        parameter: Tensor,
+        rows: Tensor,
+        grads: Tensor,
+        sorter: RowSorter | None,
+        owners: Tensor | None = None,
+    ) -> None:
+        """Update the rows of a table on a GPU; autograd then refuses to go back through older
+        look-ups.
+
+        Args:
+            parameter: the table, or packed rows.
+            rows: row of each look-up, ``[n]``.
+            grads: the gradient of each look-up, ``[n, D]``, or of each owner.
+            sorter: that of the look-ups, to which ``rows`` may have been submitted.
+            owners: the gradient of each look-up, ``[n]``, where several share one, as in a bag.
+        """
+        found = None if sorter is None else sorter.result(parameter, rows)
+        if found is None:
+            found = sort_rows(rows, len(parameter))
+            found = found if owners is None else found.of_owners(owners)
+        table = parameter if packed_rows(parameter) is not None else parameter.detach()
+        update_rows(
+            self.rule, table, rows, grads, self.states,
+            lr=self.lr, sorted_rows=found, seed=self.seed, impl="triton",
+        )  # fmt: skip
         self.applied = True
         increment_version(parameter)
 

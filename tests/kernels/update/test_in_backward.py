@@ -1,4 +1,4 @@
-"""Rows of bags that the backward pass updates, next to rows that an optimizer updates."""
+"""Rows that the backward pass updates, of ids and of bags, next to those of an optimizer."""
 
 from __future__ import annotations
 
@@ -22,27 +22,37 @@ def _kernels(monkeypatch):
     monkeypatch.setattr(source, "use_triton", lambda *_: True)
 
 
-class Run:
-    """A table whose bags are looked up, the same each time."""
+@pytest.fixture(params=["ids", "bags"])
+def bags(request):
+    return request.param == "bags"
 
-    def __init__(self, device):
+
+class Run:
+    """A table whose ids or bags are looked up, the same each time."""
+
+    def __init__(self, device, bags):
+        self.bags = bags
         torch.manual_seed(0)
         self.group = build("dense", [9], 4, mode="sum").to(device)
         self.weight = self.group.weight
         self.start = self.weight.detach().clone()
         self.optimizer = RowOptimizer([self.weight], "adagrad", lr=0.1, eps=0.1)
 
-    def loss(self, step=0, updates=None):
+    def loss(self, step=0, updates=None, dtype=None):
         torch.manual_seed(step)
         ids = torch.randint(0, 9, (6,)).to(self.weight.device)
-        offsets = torch.tensor([0, 2, 2, 6], device=self.weight.device)
-        out = self.group(ids, offsets, context=LookupContext(updates=updates))
+        context = LookupContext(updates=updates, dtype=dtype)
+        if self.bags:
+            offsets = torch.tensor([0, 2, 2, 6], device=self.weight.device)
+            out = self.group(ids, offsets, context=context)
+        else:
+            out = self.group(ids[None], context=context)
         return (out - 1).square().mean()
 
 
 @pytest.fixture
-def pair(device):
-    return Run(device), Run(device)
+def pair(device, bags):
+    return Run(device, bags), Run(device, bags)
 
 
 def assert_stepped_alike(ours, theirs):
@@ -84,8 +94,8 @@ def test_a_gradient_is_added_to_one_that_is_there(pair):
     assert_stepped_alike(ours, theirs)
 
 
-def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device):
-    run = Run(device)
+def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device, bags):
+    run = Run(device, bags)
     with apply_in_backward([run.optimizer]) as updates:
         loss = run.loss(updates=updates)
     loss.backward()
@@ -96,8 +106,8 @@ def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device):
     assert torch.equal(run.weight, run.start)
 
 
-def test_a_second_backward_pass_is_refused(device):
-    run = Run(device)
+def test_a_second_backward_pass_is_refused(device, bags):
+    run = Run(device, bags)
     with apply_in_backward([run.optimizer]) as updates:
         loss = run.loss(updates=updates)
         loss.backward(retain_graph=True)
@@ -107,9 +117,23 @@ def test_a_second_backward_pass_is_refused(device):
             run.loss(1, updates)
 
 
+def test_vectors_and_their_gradients_may_have_another_type(pair, bags):
+    ours, theirs = pair
+    for run, dtype in ((ours, torch.bfloat16), (theirs, None)):
+        with apply_in_backward([run.optimizer]) as updates:
+            loss = run.loss(updates=updates, dtype=dtype)
+            assert loss.dtype == (dtype or torch.float32)
+            loss.backward()
+        assert run.weight.grad is None
+    torch.testing.assert_close(ours.weight, theirs.weight, atol=1e-3, rtol=1e-2)
+    if not bags:  # others that pool rows take the type alone
+        ours.loss(dtype=torch.bfloat16).backward()
+        assert ours.weight.grad.dtype == torch.float32
+
+
 @pytest.mark.usefixtures("group_of_one")
 @first("wanted", ["reducer", "norms", "clip_norm"])
-def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device):
+def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device, bags):
     weights = []
     for asks in ("", wanted):
         torch.manual_seed(0)
@@ -125,6 +149,8 @@ def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device
         optimizer.register_step_pre_hook(lambda *_, t=table, g=given: g.append(t.grad is not None))
         for _ in range(2):
             ids, offsets = torch.randint(0, 50, (32,)), torch.arange(0, 33, 2)
+            if not bags:
+                ids, offsets = ids[:16].view(2, 8), None
             labels = (torch.rand(8) < 0.3).float()
             step(Batch(torch.randn(4, 8), ids, labels, offsets).to(device), norms=asks == "norms")
         assert given == [bool(asks)] * 2
