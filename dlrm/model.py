@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.cross import CrossWeights, cast_layers, cross_network
 from dlrm.kernels.interaction import dot_interaction
+from dlrm.kernels.mlp import mlp
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import TablePlan
 from dlrm.utils.messages import did_you_mean
@@ -51,28 +51,19 @@ class MLP(nn.Sequential):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, n]`` to ``[B, m]``; columns of ``x`` beyond n must be zeros and are ignored.
-
-        On a GPU 13 columns are padded to 16: tensor cores need rows aligned to 16 bytes.
-        """
-        first, *rest = self
-        assert isinstance(first, nn.Linear)
-        if x.shape[1] < first.in_features:
+        """``[B, n]`` to ``[B, m]``; columns of ``x`` beyond n must be zeros and are ignored."""
+        layers = [layer for layer in self if isinstance(layer, nn.Linear)]
+        if x.shape[1] < layers[0].in_features:
             raise ValueError(
-                f"x has {x.shape[1]} columns, it must have {first.in_features} or more"
+                f"x has {x.shape[1]} columns, it must have {layers[0].in_features} or more"
             )
-        if x.is_cuda and x.shape[1] % 8:
-            x = functional.pad(x, (0, -x.shape[1] % 8))
-        weight = first.weight
-        if x.shape[1] > first.in_features:
-            weight = functional.pad(weight, (0, x.shape[1] - first.in_features))
-        x = functional.linear(x, weight, first.bias)
-
-        for layer in rest:
-            if self.dropout and self.training and isinstance(layer, nn.Linear):
-                x = functional.dropout(x, self.dropout)
-            x = layer(x)
-        return x
+        return mlp(
+            x,
+            [layer.weight for layer in layers],
+            [layer.bias for layer in layers],
+            final_relu=isinstance(self[-1], nn.ReLU),
+            dropout=self.dropout if self.training else 0.0,
+        )
 
 
 class DotInteraction(nn.Module):

@@ -43,6 +43,8 @@ KERNELS_BELOW = {
     "update": ("",),
     "multi_copy": ("",),
     "interaction": ("",),
+    "loss": ("",),
+    "mlp": ("",),
     "cross": ("", "interaction"),
     "lookup": ("", "update"),
     "tt": ("", "update"),

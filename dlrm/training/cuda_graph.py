@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import set_stance
 
 from dlrm.data.batch import Batch
 from dlrm.kernels.multi_copy import copy_together
@@ -127,9 +126,9 @@ class StepGraphs:
     """CUDA graphs of a step, one for each batch size that comes up often.
 
     The first steps of a size run without a graph, as a warm-up. They train on copies of their
-    batches, which have the layout of the tensors that are captured, so that the compiler has seen
-    those: a dimension of size 0 or 1 may have any stride. Of multi-hot batches, those of equal
-    ``bag_sizes`` share a graph; ragged ones share those with room for their ids.
+    batches, which have the layout of the tensors that are captured, so that all kernels have been
+    compiled for those: a dimension of size 0 or 1 may have any stride. Of multi-hot batches, those
+    of equal ``bag_sizes`` share a graph; ragged ones share those with room for their ids.
 
     If a capture fails, all later steps that have no graph yet run without one, as a warm-up does.
 
@@ -209,14 +208,6 @@ class StepGraphs:
         kind = key._replace(bags=0) if isinstance(key.bags, int) else key  # whatever the room
         self._seen[kind] += 1
 
-        # The short last batch of an epoch is not worth the seconds of compiling for its size. But
-        # a resumed run counts from 0 how often it came, and a step that is compiled has other bits.
-        compiled = not self._captured or any(key.size == other.size for other in self._captured)
-        compiled |= torch.are_deterministic_algorithms_enabled()
-        if not compiled and self._seen[kind] < WARM_UP:
-            with set_stance("force_eager"):
-                return recorder.warm_up(lambda: step(prepared, norms))
-
         static = self._static(key, prepared)
         out = recorder.warm_up(lambda: step(static, norms))
         if self._captures and self._seen[kind] >= WARM_UP:
@@ -226,16 +217,15 @@ class StepGraphs:
     def _capture(self, key: Key, recorder: GraphRecorder, run: Run, static: PreparedBatch) -> None:
         """Record a step that has just run on the same tensors, without computing anything."""
         try:
-            with set_stance("fail_on_recompile"):  # a compiler would break the capture
-                replay, out = recorder.record(run)
+            replay, out = recorder.record(run)
         except Exception as error:
             self._captures = False
             self.undo()
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             warnings.warn(
                 f"a step for {key.size} samples can't be captured as a CUDA graph ({reason}); "
-                "training continues with compiled steps, which are slower for small batches; "
-                "--step compile does so from the start",
+                "training continues with eager steps, which are slower for small batches; "
+                "--step eager does so from the start",
                 stacklevel=2,
             )
         else:

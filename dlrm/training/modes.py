@@ -16,7 +16,6 @@ from dlrm.utils.messages import did_you_mean
 
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
-FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum several biases
 SHAPES = 64  # that MLPs may be compiled for in one process: all models share PyTorch's limit
 
 
@@ -38,9 +37,9 @@ def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
     if mode == "graph" and not (on_gpu and one):
         raise ValueError(
             "--step graph needs a GPU, and all tables in its memory or in pinned host memory; "
-            "use --step eager or compile"
+            "use --step eager"
         )
-    auto = "eager" if not on_gpu else "graph" if one else "compile"
+    auto = "graph" if on_gpu and one else "eager"
     return auto if mode == "auto" else mode
 
 
@@ -59,7 +58,7 @@ def import_compiler(device: torch.device, mode: str) -> Thread:
     def work() -> None:
         hashing = Thread(target=hash_triton if on_gpu else None)
         hashing.start()
-        if mode == "compile" or (on_gpu and mode != "eager"):
+        if mode == "compile" and not on_gpu:
             import_module("torch._dynamo")
             import_module("torch._inductor.compile_fx")
         hashing.join()
@@ -90,13 +89,12 @@ def set_precision(precision: str, *, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def compile_mlps(model: DLRM, device: torch.device) -> None:
+def compile_mlps(model: DLRM) -> None:
     """Have ``torch.compile`` fuse the MLPs, once for each batch size."""
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, SHAPES)
     for mlp in (model.bottom_mlp, model.top_mlp):
-        options = dict(FUSION) if device.type == "cuda" else {}
-        options["fallback_random"] = mlp.dropout > 0  # drop what steps that run eagerly drop
+        options = {"fallback_random": mlp.dropout > 0}  # drop what steps that run eagerly drop
         mlp.compile(dynamic=False, options=options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,10 +9,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import LookupContext
+from dlrm.kernels.loss import mean_loss
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
@@ -26,24 +25,6 @@ from dlrm.utils.streams import side_stream_of
 
 Run = Callable[["TrainStep", PreparedBatch, bool], dict[str, Tensor]]
 """Trains on a batch, with or without gradient norms: see :func:`train_on_batch`."""
-
-
-def mean_loss(
-    logits: Tensor, labels: Tensor, weights: Tensor | None = None, odds: float = 1.0
-) -> Tensor:
-    """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor.
-
-    With ``weights [B]``, the loss of each sample is multiplied by its weight; the sum is divided by
-    B, as the weights of a data set are 1 on average.
-
-    The odds of a positive among the samples, as they are chosen and weighted, may be ``odds`` times
-    those among all rows. Then the loss is taken at ``logits + log(odds)``, and the logits
-    themselves are those of all rows.
-    """
-    logits = logits.float()
-    if odds != 1:
-        logits = logits + math.log(odds)
-    return binary_cross_entropy_with_logits(logits, labels, weights)
 
 
 def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[str, Tensor]:
@@ -59,10 +40,11 @@ def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[s
 class TrainStep:
     """A training step on one device, without synchronizing with the host.
 
-    ``eager`` runs operation by operation. ``compile`` has ``torch.compile`` fuse the MLPs.
-    ``graph`` does so too and captures the whole step, the optimizers included, as a CUDA graph
-    for each batch size that comes up often (:mod:`dlrm.training.cuda_graph`). ``auto`` is ``graph``
-    on a GPU, ``compile`` if some tables are on other devices, and ``eager`` elsewhere.
+    ``eager`` runs operation by operation. ``compile`` has ``torch.compile`` fuse the MLPs on a CPU;
+    on a GPU their layers are single launches anyway. ``graph`` captures the whole step, the
+    optimizers included, as a CUDA graph for each batch size that comes up often
+    (:mod:`dlrm.training.cuda_graph`). ``auto`` is ``graph`` if all tables are on one GPU, and
+    ``eager`` elsewhere.
     Batches with bags of ids are captured too, of tables that allow it (``Embedding.captures_bags``)
     and over several processes only bags of fixed lengths. Others run eagerly.
 
@@ -110,9 +92,8 @@ class TrainStep:
         self.odds = odds
 
         set_precision(precision, deterministic=deterministic)
-        if self.mode != "eager":
-            compile_mlps(model, self.device)
-        self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
+        if self.mode == "compile" and self.device.type == "cpu":
+            compile_mlps(model)
         # The interaction casts vectors to the type of the MLPs anyway.
         self._dtype = torch.bfloat16 if precision == "bf16" else None
 
@@ -126,6 +107,7 @@ class TrainStep:
 
         self.losses = RunningMean(self.device)
         self.last_loss: Tensor | None = None
+        self._one = torch.ones((), device=self.device)  # made once: it would be a launch a step
         self._side = side_stream_of(self.device)
         self._sorter = RowSorter(self.device)
         by_group = model.sparse_arch.feature_order.by_group
@@ -186,7 +168,7 @@ class TrainStep:
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """The mean loss of a batch, 0-d; with several processes, the part of it that is theirs."""
-        loss = self._loss(logits, batch.labels, batch.weights, self.odds)
+        loss = mean_loss(logits, batch.labels, batch.weights, self.odds)
         if self.reducer is None:
             with self._side.fork():  # on its own, it would add 5 us to a step of 0.17 ms
                 self.losses.total.add_(loss.detach())
@@ -205,7 +187,7 @@ class TrainStep:
         """
         reducer = self.reducer
         out = {"loss": loss.detach() if reducer is None else reducer.sum_loss(loss)}
-        loss.backward()
+        loss.backward(self._one)
         norms = self._wants_norms(norms)
         if reducer is not None:
             with self._side.fork(wait=False):

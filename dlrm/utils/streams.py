@@ -75,6 +75,8 @@ PURPOSES = {
     "steps": 0,  # steps warm up and are captured
     "sorts": 0,  # rows are sorted for the update
     "saves": 0,  # checkpoints are copied to the host
+    "weights": 0,  # gradients of weights, on which no other gradient depends
+    "biases": 0,  # those of biases
     "lookups": 0,  # look-ups of the next batch are sorted; no step waits for it
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
+from dlrm.kernels.loss import mean_loss
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.training import modes
 from dlrm.training.modes import seed_dropout
-from dlrm.training.step import TrainStep, mean_loss
+from dlrm.training.step import TrainStep
 
 SIZES = [50, 3000, 400]
 PLANS = {
@@ -93,9 +94,8 @@ def test_unknown_modes_name_the_nearest():
     [
         ("cpu", "auto", False),
         ("cpu", "compile", True),
-        ("cuda", "auto", True),
-        ("cuda", "graph", True),
-        ("cuda", "eager", False),
+        ("cuda", "auto", False),
+        ("cuda", "compile", False),
     ],
 )
 def test_the_compiler_is_imported_ahead_if_steps_need_it(device, mode, compiles, monkeypatch):
@@ -123,10 +123,10 @@ def test_a_gpu_trains_as_a_cpu_does(plan, rule):
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", sorted(PLANS))
 @pytest.mark.parametrize("rule", RULES)
-def test_captured_and_compiled_losses_equal_eager(plan, rule):
+def test_captured_losses_equal_eager(plan, rule):
     """fp32, 40 steps with short batches between: equal to 1e-4, the rounding of fused sums."""
     results = {}
-    for mode in ("eager", "compile", "graph"):
+    for mode in ("eager", "graph"):
         _, step = make(plan, rule, "cuda", mode=mode)
         torch.manual_seed(1)
         losses = []
@@ -135,7 +135,6 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
             losses += [step(b, norms=norms)["loss"].item() for b in batches(4, 256, "cuda")]
             losses += [step(b)["loss"].item() for b in batches(1, 100 + index, "cuda")]
         results[mode] = losses
-    assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
 
 
@@ -157,13 +156,13 @@ def test_the_mean_loss_is_of_the_steps_since_it_was_taken(mode, device):
 
 
 @pytest.mark.slow
-def test_many_models_of_a_process_are_compiled(device):
+def test_many_models_of_a_process_are_compiled():
     """PyTorch gives up where a function is compiled too often, and all MLPs are one."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         for width in (8, 9):
             model = DLRM(4, SIZES, 8, PLANS["dense"], bottom_mlp=[width], top_mlp=[width])
-            optimizer = RowOptimizer(model.to(device).parameters(), "sgd")
-            TrainStep(model, [optimizer], mode="compile")(next(batches(1, 64, device)))
+            optimizer = RowOptimizer(model.parameters(), "sgd")
+            TrainStep(model, [optimizer], mode="compile")(next(batches(1, 64, "cpu")))
 
 
 @pytest.mark.gpu
@@ -250,13 +249,12 @@ def test_the_loss_of_chosen_or_weighted_samples_is_least_at_the_odds_of_all_rows
 @pytest.mark.gpu
 def test_captured_losses_of_weighted_samples_equal_eager():
     results = {}
-    for mode in ("eager", "compile", "graph"):
+    for mode in ("eager", "graph"):
         _, step = make("dense", "adagrad", "cuda", mode=mode)
         torch.manual_seed(1)
         losses = [step(batch)["loss"].item() for batch in weighted(12, 256, "cuda")]
         results[mode] = losses
         assert mode != "graph" or step.graphs.count
-    assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
 
 
@@ -268,8 +266,9 @@ def test_each_step_drops_the_same_in_every_mode_and_after_a_resume():
     given = [*epochs, *batches(2, 256, "cuda")]
     results = {}
     for name, mode, until in (
-        *(("eager", "eager", 0), ("compile", "compile", 0)),
-        *(("graph", "graph", 0), ("resumed", "graph", 8)),
+        ("eager", "eager", 0),
+        ("graph", "graph", 0),
+        ("resumed", "graph", 8),
     ):
         model, step = make("dense", "sgd", "cuda", mode=mode, dropout=0.4, deterministic=True)
         losses = []
@@ -282,8 +281,7 @@ def test_each_step_drops_the_same_in_every_mode_and_after_a_resume():
             seed_dropout(0, number, 0)
             losses.append(step(batch)["loss"].item())
         results[name] = losses
-    for name in ("compile", "graph"):
-        assert results[name] == pytest.approx(results["eager"], abs=1e-5), name
+    assert results["graph"] == pytest.approx(results["eager"], abs=1e-5)
     assert results["resumed"] == results["graph"]
     seed_dropout(0, 1, 0)
     dropped = torch.nn.functional.dropout(torch.ones(99, device="cuda"))
@@ -317,21 +315,19 @@ def test_steps_on_the_tensors_of_a_graph_equal_others(plan, fails, recorded_on_a
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reason", ["backward", "forked", "capturing", "recompile"])
+@pytest.mark.parametrize("reason", ["backward", "forked", "capturing"])
 def test_a_failed_capture_costs_nothing_but_speed(reason):
     """Whatever ends it: no loss changes, no memory is kept, and random numbers can be drawn."""
 
     def interrupt(*_):
         if torch.cuda.is_current_stream_capturing():
-            if reason == "recompile":
-                torch._dynamo.reset()
-            elif reason == "capturing":
+            if reason == "capturing":
                 torch.ones(1, device="cuda").item()
             else:
                 raise ArithmeticError(reason)
 
     losses = []
-    for mode in ("compile", "graph"):
+    for mode in ("eager", "graph"):
         model, step = make("mixed", device="cuda", mode=mode)
         if reason in ("backward", "capturing"):
             model.top_mlp[0].weight.register_hook(interrupt)
