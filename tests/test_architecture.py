@@ -45,7 +45,7 @@ KERNELS_BELOW = {
     "interaction": ("",),
     "loss": ("",),
     "mlp": ("",),
-    "cross": ("", "interaction"),
+    "cross": ("", "interaction", "mlp"),
     "lookup": ("", "update"),
     "tt": ("", "update"),
     "dynamic": ("", "lists", "update", "lookup"),

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, tl, triton, use_triton
 from dlrm.kernels.interaction import check_vectors, load_vectors, positions_of, with_strides
+from dlrm.kernels.mlp import wide_product
 
 ROWS, COLUMNS = 4, 512  # of a tile
 REPEATS = 16  # tiles below each other whose sums of columns one program computes
@@ -153,8 +154,8 @@ class _Late(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (grad_narrow, x, scaled, narrow, sums), (down, up, bias) = ctx.known, ctx.dtypes
         ctx.known.clear()
-        grad_down = _product(grad_narrow.t(), x, down)
-        return None, None, grad_down, _product(scaled.t(), narrow, up), sums.sum(0).to(bias)
+        grad_down = wide_product(grad_narrow.t(), x, down)
+        return None, None, grad_down, wide_product(scaled.t(), narrow, up), sums.sum(0).to(bias)
 
 
 class _CrossNetwork(torch.autograd.Function):
@@ -229,15 +230,6 @@ def _layer(
             factor, first, x, out, parts, batch, n, ROWS=ROWS, COLUMNS=columns, REPEATS=repeats
         )
     return out, parts
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in a wider type, that of the sums."""
-    if a.dtype == dtype:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
 
 
 def cast_layers(

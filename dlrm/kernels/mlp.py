@@ -170,7 +170,7 @@ class _MLP(torch.autograd.Function):
             weight = ctx.parameters[2 * layer]
             if learns[2 * layer]:
                 with side.fork():
-                    found = _product(grad.t(), values[layer], weight.dtype)
+                    found = wide_product(grad.t(), values[layer], weight.dtype)
                     grads[2 * layer] = found[:, : weight.shape[1]].contiguous()
             if layer:
                 grad, part = _of_input(grad, weights[layer], values[layer], ctx.scale)
@@ -237,7 +237,7 @@ def _sum_together(partials: Sequence[Tensor], biases: Sequence[Tensor]) -> list[
     return found
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``a @ b`` in a wider type, that of the sums."""
     if a.dtype == dtype:
         return a @ b
