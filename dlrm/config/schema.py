@@ -199,8 +199,8 @@ ShardingType = Literal["auto", "replicate", "table", "row", "column"]
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ShardingConfig:
-    """How paged tables, and large dense and dynamic tables, are sharded over the processes of
-    torchrun. All other tables are replicated, and their gradients summed."""
+    """How paged tables, and large tables of dense, drop and dynamic, are sharded over the processes
+    of torchrun. All other tables are replicated, and their gradients summed."""
 
     by: ShardingType = "auto"
     """Sharding type: table-wise, row-wise, column-wise or replicated. auto balances bytes and
@@ -208,14 +208,15 @@ class ShardingConfig:
     tables: dict[str, ShardingType] = field(default_factory=dict)
     """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
     threshold: Natural | None = None
-    """Replicate dense and dynamic tables with fewer rows. Default: those of less than 6 MB; with
-    lists of ids none."""
+    """Replicate tables of dense, drop and dynamic with fewer rows. Default: those of less than 6
+    MB; with lists of ids none."""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
     type of the table."""
     exchange: Literal["auto", "peers", "collective"] = "auto"
     """How vectors and gradients are exchanged. With peers, GPUs read and write each other's memory,
-    each distinct row once. auto takes peers where GPUs of one host can do that, else collective."""
+    each distinct row once, or copy to it. auto takes peers where GPUs of one host can do that, else
+    collective."""
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)

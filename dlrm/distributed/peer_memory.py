@@ -36,6 +36,11 @@ def peers_accessible(world: World) -> bool:
     )
 
 
+def is_linked(world: World, exchange: str) -> bool:
+    """Whether processes address each other's memory: see ``make_sharding_plan``."""
+    return exchange == "peers" or (exchange == "auto" and peers_accessible(world))
+
+
 def bytes_held(device: torch.device) -> int:
     """Bytes of symmetric tensors on a device, which PyTorch's allocator does not report."""
     return sum(memory.local.nbytes for memory in _held if memory.local.device == device)
@@ -80,6 +85,10 @@ class SymmetricTensor:
             bases = self._handle.buffer_ptrs
             offset = self.local.data_ptr() - bases[world.rank]
             pointers = [bases[rank] + offset for rank in world.ring]
+            first = offset // self.local.itemsize
+            tensors = [
+                self._handle.get_buffer(rank, list(shape), dtype, first) for rank in world.ring
+            ]
         else:
             by_rank = _shared(world, shape, dtype)
             tensors = [by_rank[rank] for rank in world.ring]

@@ -91,7 +91,7 @@ def imbalance(shards: Sequence[Shard], loads: Sequence[float], ranks: int, room:
         ranks: number of ranks.
         room: number of weights that a rank may hold without counting as too full.
     """
-    held, busy = zip(*_held(shards, loads, ranks), strict=True)
+    held, busy, _ = zip(*_held(shards, loads, ranks), strict=True)
     useful: dict[int, float] = {}
     for shard in shards:
         useful[shard.table] = max(useful.get(shard.table, 0.0), shard.columns[1])
@@ -101,11 +101,12 @@ def imbalance(shards: Sequence[Shard], loads: Sequence[float], ranks: int, room:
 
 
 def _held(shards: Sequence[Shard], loads: Sequence[float], ranks: int) -> list[list[float]]:
-    """The weights and the work of each rank, ``[ranks][2]``."""
-    amounts = [[0.0, 0.0] for _ in range(ranks)]
+    """The weights, the work, and the length of the vectors of each rank, ``[ranks][3]``."""
+    amounts = [[0.0, 0.0, 0.0] for _ in range(ranks)]
     for shard in shards:
         amounts[shard.rank][0] += shard.height * shard.width
         amounts[shard.rank][1] += _work(shard, loads)
+        amounts[shard.rank][2] += shard.width
     return amounts
 
 
@@ -224,8 +225,9 @@ def plan_shards(
 
         # The whole tables fill up the ranks.
         tables = [*whole, *free[count:]]
-        costs = [(size[t] * embedding_dim, loads[t] * max(embedding_dim, NARROW)) for t in tables]
-        groups = greedy(costs, ranks, (room * ranks, 0), _held(shards, loads, ranks))
+        width = max(embedding_dim, NARROW)
+        costs = [(size[t] * embedding_dim, loads[t] * width, embedding_dim) for t in tables]
+        groups = greedy(costs, ranks, (room * ranks, 0, 0), _held(shards, loads, ranks))
         for rank, group in enumerate(groups):
             columns = (0, embedding_dim)
             shards += [

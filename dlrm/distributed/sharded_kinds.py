@@ -16,6 +16,9 @@ from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.dynamic_tables import DynamicTables
 from dlrm.embeddings.common.initial_rows import initial_bound
+from dlrm.embeddings.drop import KEEP, kept_and_mean
+from dlrm.embeddings.shared_rows import num_kept_of
+from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import TableRows
 from dlrm.utils.bags import Bags
 
@@ -23,7 +26,11 @@ CHUNK = 1 << 20  # rows initialized at a time
 
 
 class ShardedDense(ShardedTables):
-    """Dense tables in shards; equal to a dense group of the same seed."""
+    """Dense tables in shards; equal to a dense group of the same seed.
+
+    Args:
+        num_kept: rows that each table keeps, the first ones; by default all.
+    """
 
     grows = True
 
@@ -32,19 +39,21 @@ class ShardedDense(ShardedTables):
         num_embeddings: Sequence[int],
         embedding_dim: int,
         plan: ShardingPlan,
+        *,
+        num_kept: Sequence[int] | None = None,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, plan, **common)
+        super().__init__(num_embeddings, embedding_dim, plan, num_kept=num_kept, **common)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the rows like a dense group: each process draws all, and keeps its own."""
         like = next(self.parameters())
-        for table, rows in enumerate(self.num_embeddings):
+        for table, (ids, rows) in enumerate(zip(self.num_embeddings, self.num_kept, strict=True)):
             for start in range(0, rows, CHUNK):
                 drawn = like.new_empty(min(CHUNK, rows - start), self.embedding_dim)
-                nn.init.uniform_(drawn, -initial_bound(rows), initial_bound(rows))
+                nn.init.uniform_(drawn, -initial_bound(ids), initial_bound(ids))
                 self.copy_rows(table, drawn, start)
 
     def load_dense(self, weights: Sequence[Tensor]) -> None:
@@ -52,6 +61,44 @@ class ShardedDense(ShardedTables):
         self._check_dense(weights)
         for table, weight in enumerate(weights):
             self.copy_rows(table, weight)
+
+
+class ShardedDrop(ShardedDense):
+    """Tables whose later ids share a row, in shards; equal to a drop group of the same seed."""
+
+    grows = False
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        plan: ShardingPlan,
+        *,
+        keep: int | list[int] = KEEP,
+        **common: Unpack[Common],
+    ) -> None:
+        num_kept = num_kept_of(num_embeddings, keep, self.kind())
+        super().__init__(num_embeddings, embedding_dim, plan, num_kept=num_kept, **common)
+        self.register_buffer("_last", torch.tensor(self.num_kept) - 1, persistent=False)
+        self._last: Tensor  # [F] the row that the later ids share
+
+    def sort(self, ids: Tensor) -> list[SortedLookups]:
+        return super().sort(ids.minimum(self._last[:, None]))
+
+    def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
+        if isinstance(ids, Bags):
+            last = self._last[ids.tables(self.num_tables)]
+            return super().parts(replace(ids, ids=ids.ids.minimum(last)), context)
+        return super().parts(ids.minimum(self._last[:, None]), context)
+
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        return super().vectors(tables, ids.minimum(self._last[tables]), context)
+
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Copy the local chunks of dense tables, each ``[V, D]``, fitted as those of drop."""
+        self._check_dense(weights)
+        for table, weight in enumerate(weights):
+            self.copy_rows(table, kept_and_mean(weight, self.num_kept[table]))
 
 
 class ShardedDynamic(DynamicTables, ShardedTables):

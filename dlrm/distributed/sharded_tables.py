@@ -52,6 +52,10 @@ class ShardedTables(Embedding):
     captures_bags = True
     packs_rows = True
 
+    @classmethod
+    def kind(cls) -> str:
+        return cls.__name__.removeprefix("Sharded").lower()
+
     def __init__(
         self,
         num_embeddings: Sequence[int],
@@ -74,9 +78,9 @@ class ShardedTables(Embedding):
             )
         self.num_kept = tuple(num_kept or self.num_embeddings)
         self.world = plan.world
-        peers = plan.peers and not self.dtype
+        ways = plan.comm_dtype, plan.peers and not self.dtype, plan.linked
         self.shardings = nn.ModuleList(
-            sharding(shards, self.num_tables, plan.world, plan.comm_dtype, peers)
+            sharding(shards, self.num_tables, plan.world, *ways)
             for sharding, shards in _by_sharding(plan.shards, embedding_dim).items()
         )
 

@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm.distributed.peer_memory import on_one_host, peers_accessible
+from dlrm.distributed.peer_memory import is_linked, on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
 from dlrm.embeddings.common.dynamic_tables import SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.drop import KEEP
+from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.update.packed import BITS
+from dlrm.kernels.update.rules import Rule
 
 # Number of weights from which a table is sharded by default: 12,000 rows of dim 128, or 96,000 of
 # dim 16. Measured on four H200: a step of the Terabyte model takes 4.51 ms if tables are sharded
 # from 12,000 rows, and 4.86 from 50,000; a step of the Kaggle model with tt takes 1.74 ms with one
 # sharded table of 93,145 rows, and 1.61 with none.
 LARGE = 1_536_000
-SHARDED = ("dense", "dynamic", "paged")
+SHARDED = ("dense", "drop", "dynamic", "paged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class ShardingPlan:
     type, but at least fp32 for sums of gradients between peers."""
     peers: bool = False
     """Processes read and write rows in each other's memory."""
+    linked: bool = False
+    """Processes copy what they exchange to each other's memory."""
     text: str = ""
     """The plan as text."""
 
@@ -61,13 +66,13 @@ def make_sharding_plan(
     Args:
         world: the processes.
         names: names of the features.
-        spec: the arguments of the model. Paged, dense and dynamic tables can be sharded.
+        spec: the arguments of the model. Tables of the kinds ``SHARDED`` can be sharded.
         counts: returns the number of occurrences of each id of each table; called only if tables
             are sharded. None if every table is looked up once per sample.
         rule: rule of the optimizer of the embeddings, one of ``dlrm.kernels.update.rules.RULES``.
         by: sharding type: auto, replicate, table, row or column.
         tables: sharding types of single tables by name.
-        threshold: replicate dense and dynamic tables with fewer rows; None: with fewer than
+        threshold: replicate tables with fewer rows, unless they are paged; None: with fewer than
             ``LARGE`` weights, with ``counts`` none.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
         exchange: peers, collective, or auto: peers if GPUs of one host can access each other. With
@@ -87,6 +92,8 @@ def make_sharding_plan(
         if kind == "dynamic":
             (slots[table],) = slots_of([num_rows[table]], options.get("rows"))
             num_rows[table] = slots[table] + shared_rows(slots[table], options.get("shared"))
+        elif kind == "drop":
+            (num_rows[table],) = num_kept_of([num_rows[table]], options.get("keep", KEEP), kind)
     _check_exchange(world, exchange)
     _check_devices(world, plan)
     dim = spec["embedding_dim"]
@@ -123,12 +130,14 @@ def make_sharding_plan(
     known = None if counts is None else counts()
     loads = [1.0] * len(names) if known is None else [float(count.sum()) for count in known]
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
-    linked = exchange == "peers" or (exchange == "auto" and peers_accessible(world))
+    linked = is_linked(world, exchange)
     peers = linked and known is None  # bags are summed by the holders of their rows
-    # Up to a third of each GPU's memory, with optimizer state, whole tables are faster than
+    # Up to two thirds of each GPU's memory, with optimizer state, whole tables are faster than
     # balanced memory.
     gpus = range(torch.cuda.device_count()) if linked else []
-    room = min((torch.cuda.get_device_properties(i).total_memory // 12 for i in gpus), default=0)
+    memory = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=0)
+    states = sum(not of_row for of_row in Rule(name=rule).states.values())
+    room = memory // (6 * (1 + states))
     shards = plan_shards(
         num_rows, dim, world.size, sharding_types=types, loads=loads, counts=known,
         page=page, room=room, column_wise=not (whole_rows or packed),
@@ -137,9 +146,12 @@ def make_sharding_plan(
     text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
     if index := sum(slots) * SLOT_BYTES:
         text += f"\nevery rank: {index * 1e-6:,.1f} MB, the index of dynamic tables"
-    text += f"\nexchange by {'peers' if peers else 'collectives'}"
-    text += ", of packed rows by collectives" if peers and packed else ""
-    return ShardingPlan(world=world, shards=shards, comm_dtype=narrow, peers=peers, text=text)
+    ways = {(False, False): "collectives", (True, False): "copies to peers", (True, True): "peers"}
+    text += f"\nexchange by {ways[linked, peers]}"
+    text += ", of packed rows by copies" if peers and packed else ""
+    return ShardingPlan(
+        world=world, shards=shards, comm_dtype=narrow, peers=peers, linked=linked, text=text
+    )
 
 
 def sharded_from(threshold: int | None, dim: int, *, bags: bool = False) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.distributed.counted_bags import CountedBags
+from dlrm.distributed.peer_exchange import PeerExchange
 from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
@@ -30,6 +31,7 @@ class Sharding(nn.Module, ABC):
         world: the processes.
         comm_dtype: type in which vectors and gradients are sent; rows that peers read keep theirs.
         peers: processes read rows and write gradients in each other's memory, if they can.
+        linked: they copy what they exchange to each other's memory, if their batches are equal.
     """
 
     name = ""
@@ -41,9 +43,11 @@ class Sharding(nn.Module, ABC):
         world: World,
         comm_dtype: torch.dtype | None,
         peers: bool,
+        linked: bool,
     ) -> None:
         super().__init__()
         self.world = world
+        self._link = PeerExchange(world) if linked else None
         self.comm_dtype = comm_dtype
         self.by_rank = [[s for s in shards if s.rank == rank] for rank in range(world.size)]
         self.mine = self.by_rank[world.rank]
@@ -182,11 +186,11 @@ class Sharding(nn.Module, ABC):
         """Send ids to their holders, and receive vectors ``[B, shards, width]`` from each rank."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
-        received = exchange(
-            ids.index_select(0, self._requested).view(-1),
-            [len(own) * batch for own in self.by_rank],
-            [len(self.mine) * size for size in sizes],
-        )
+        link = self._link if context.equal_sizes else None
+        asked = ids.index_select(0, self._requested).view(-1)
+        give = [len(own) * batch for own in self.by_rank]
+        get = [len(self.mine) * size for size in sizes]
+        received = link.ids(asked, give) if link else exchange(asked, give, get)
         requests = self._by_shard(received, sizes)
         if self.complete:  # requests are [shards, global batch]
             tables = TableRows(self._start[self._mine])
@@ -194,7 +198,7 @@ class Sharding(nn.Module, ABC):
         else:
             found = self.lookup_local(weight, self._mine[:, None], requests, context)
             found = found.transpose(0, 1)
-        return self._send_back(found, batch, sizes)
+        return self._send_back(found, batch, sizes, link)
 
     def pool(
         self, weight: Tensor, bags: CountedBags, context: LookupContext = NO_CONTEXT
@@ -211,7 +215,8 @@ class Sharding(nn.Module, ABC):
         """
         sizes = self.world.sizes(bags.batch, bags.ids.device, equal=context.equal_sizes)
         asked = bags.select(self._requested, [s.table for rank in self.by_rank for s in rank])
-        served = self._serve(asked, sizes)
+        link = self._link if context.equal_sizes else None
+        served = self._serve(asked, sizes, link)
 
         tables = TableRows(self._start[self._mine])
         if not self.complete:
@@ -221,14 +226,17 @@ class Sharding(nn.Module, ABC):
         else:  # no vectors, but of the type that the other ranks send
             found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
             found = found.to(context.dtype or found.dtype)
-        return self.finish(self._send_back(found, bags.batch, sizes))
+        return self.finish(self._send_back(found, bags.batch, sizes, link))
 
-    def _serve(self, asked: CountedBags, sizes: Sequence[int]) -> CountedBags:
+    def _serve(
+        self, asked: CountedBags, sizes: Sequence[int], link: PeerExchange | None
+    ) -> CountedBags:
         """The bags that all ranks request from this one.
 
         Args:
             asked: the bags that this rank requests, rank after rank.
             sizes: number of samples of each rank.
+            link: exchanges ids of bags of fixed sizes.
         """
         shards = [len(of_rank) for of_rank in self.by_rank]
         own = len(self.mine)
@@ -255,7 +263,10 @@ class Sharding(nn.Module, ABC):
         # The ids of each shard, rank after rank.
         ends = list(accumulate(shards, initial=0))
         give = [sum(asked.counts[begin:end]) for begin, end in pairwise(ends)]
-        received = exchange(asked.ids, give, [sum(counts) for counts in get])
+        if link is not None and asked.bag_sizes is not None:
+            received = link.ids(asked.ids, give)
+        else:
+            received = exchange(asked.ids, give, [sum(counts) for counts in get])
         parts = received.split([count for counts in get for count in counts])
         ids = torch.cat([received[:0], *(part for s in range(own) for part in parts[s::own])])
         return CountedBags(ids, lengths, [sum(column) for column in zip(*get, strict=True)])
@@ -266,7 +277,9 @@ class Sharding(nn.Module, ABC):
         parts = zip(received.split([own * size for size in sizes]), sizes, strict=True)
         return torch.cat([part.view(own, size) for part, size in parts], dim=1)
 
-    def _send_back(self, found: Tensor, batch: int, sizes: Sequence[int]) -> list[Tensor]:
+    def _send_back(
+        self, found: Tensor, batch: int, sizes: Sequence[int], link: PeerExchange | None
+    ) -> list[Tensor]:
         """Send vectors ``[global batch, shards, width]`` to the ranks of their samples.
 
         Returns:
@@ -275,10 +288,13 @@ class Sharding(nn.Module, ABC):
         widths = [own[0].width if own else 0 for own in self.by_rank]
         get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
         give = [size * len(self.mine) * self.width for size in sizes]
-        got = exchange(found.reshape(-1), give, get, self.comm_dtype)
+        if link is not None:
+            parts = link.vectors(found.reshape(-1).to(self.comm_dtype or found.dtype), give, get)
+        else:
+            parts = exchange(found.reshape(-1), give, get, self.comm_dtype).split(get)
         return [
             part.view(batch, len(own), width)
-            for part, own, width in zip(got.split(get), self.by_rank, widths, strict=True)
+            for part, own, width in zip(parts, self.by_rank, widths, strict=True)
             if own
         ]
 

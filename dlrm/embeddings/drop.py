@@ -13,6 +13,8 @@ from dlrm.embeddings.common.budget import Budget, max_rows
 from dlrm.embeddings.common.frequency_order import FrequencyOrder
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
 
+KEEP = 10_000
+
 
 class Drop(SharedRows):
     """The first ``keep`` ids of a table have a row each; all later ids share one more row.
@@ -33,7 +35,7 @@ class Drop(SharedRows):
         num_embeddings: Sequence[int],
         embedding_dim: int,
         *,
-        keep: int | list[int] = 10_000,
+        keep: int | list[int] = KEEP,
         **common: Unpack[Common],
     ) -> None:
         num_kept = num_kept_of(num_embeddings, keep, self.kind())
@@ -41,9 +43,7 @@ class Drop(SharedRows):
         self.reset_parameters()
 
     def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
-        """The rows that are kept, and the mean of the others."""
-        own = self.num_kept[table] - 1
-        return torch.cat([weight[:own], weight[own:].mean(0, keepdim=True)])
+        return kept_and_mean(weight, self.num_kept[table])
 
     @classmethod
     def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
@@ -62,3 +62,9 @@ class Drop(SharedRows):
             None if table <= own + 1 else {"keep": own}
             for table, own in zip(num_embeddings, keep, strict=True)
         ]
+
+
+def kept_and_mean(weight: Tensor, rows: int) -> Tensor:
+    """The rows of a dense table that are kept, and the mean of the others: ``rows`` in all."""
+    own = rows - 1
+    return torch.cat([weight[:own], weight[own:].mean(0, keepdim=True)])

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dlrm.data.batch import Batch
-from dlrm.distributed.sharded_kinds import ShardedDense, ShardedDynamic
+from dlrm.distributed.sharded_kinds import ShardedDense, ShardedDrop, ShardedDynamic
 from dlrm.distributed.sharded_tables import ShardedTables
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.base import Embedding
@@ -94,6 +94,8 @@ class SparseArch(nn.Module):
                 common: dict[str, Any] = {"plan": own, "check_ids": False, "dtype": packed}
                 if kind == "dynamic":
                     group = ShardedDynamic(rows, embedding_dim, **common, **options)
+                elif kind == "drop":
+                    group = ShardedDrop(rows, embedding_dim, **common, **options)
                 else:
                     group = ShardedDense(rows, embedding_dim, **common)
                 returned.append([slots[table] for table in group.order])

@@ -81,12 +81,12 @@ PURPOSES = {
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs
     "exchange": -1,  # vectors and gradients of sharded tables
-    "gradients": -1,  # of replicated parameters are summed
+    "gradients": -2,  # of replicated parameters are summed: one process keeps all waiting
     "arrival": -1,  # rows from peers that will have gradients
     "rows": -1,  # rows of tables in host memory
 }
 """Purposes of the streams of a GPU, with their priorities; the current stream has priority 0, and
--1 is higher."""
+lower numbers go first."""
 
 
 @cache

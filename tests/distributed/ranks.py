@@ -124,7 +124,7 @@ def train(
     step = TrainStep(model, optimizers, **options, reducer=reducer)
     if world.size > 1:
         ahead = step.prefetcher.look_ahead(8)
-        peers = spreading is not None and spreading.peers
+        peers = spreading is not None and spreading.peers and dtype != "int8"
         assert ahead == 1 if peers else (ahead > 0) == bool(model.sparse_arch.window_size(1))
     values = []
     whole = batches(multi_hot=multi_hot, totals=totals)
@@ -178,6 +178,15 @@ DYNAMIC = {
         "multi_hot": "fixed",
         "rule": "rowwise_adagrad",
     },
+}
+
+
+DROP = {
+    "by row, peers": {"by": "row", "exchange": "peers"},
+    "by column": {"by": "column", "rule": "adam"},
+    "bags by row": {"by": "row", "multi_hot": True},
+    "fixed bags": {"multi_hot": "fixed", "tables": {"b": "replicate"}},
+    "int8": {"by": "table", "dtype": "int8"},
 }
 
 
@@ -262,8 +271,17 @@ def check_pages(world):
             torch.testing.assert_close(full, dense.weight.grad.to_dense(), rtol=1e-5, atol=1e-5)
 
 
+def check_copies(world, **given):
+    """Ids, sums of bags, and gradients of shards are copied between processes."""
+    for by in ("table", "row", "column"):
+        options = {"by": by, "multi_hot": "fixed", "interaction": "dcn", "exchange": "peers"}
+        check_training(world, f"copies, by {by}", "dense", **options, **given)
+    options = {"by": "row", "dtype": "int8", "exchange": "peers"}
+    check_training(world, "copies of int8 rows", "dense", **options, **given)
+
+
 def check_gpus(world):
-    """Dynamic tables in shards, whose ids are placed and evicted in captured steps."""
+    """What is captured: dynamic tables, whose ids are placed and evicted, and copies to peers."""
     ways = ("row", "peers"), ("row", "collective"), ("table", "peers")
     for (by, exchange), (name, options) in itertools.product(ways, DYNAMIC.items()):
         options = {"threshold": 40, "by": by, "exchange": exchange, **options}
@@ -271,6 +289,11 @@ def check_gpus(world):
             options |= {"mode": "graph", "totals": [64] * 8}
         check_training(world, f"dynamic, {name}, by {by}, {exchange}", "dynamic", **options)
     check_training(world, "cross layers", "dense", interaction="dcn", by="row", threshold=300)
+    check_copies(world, mode="graph", totals=[64] * 8)
+    for name, options in DROP.items():
+        if options.get("multi_hot") is not True:
+            options |= {"mode": "graph", "totals": [64] * 8}
+        check_training(world, f"drop, {name}", "drop", **options)
     options = {"own": {"cache_rows": 90}, "by": "replicate", "mode": "graph", "totals": [64] * 12}
     check_training(world, "rows in host memory", "offload", **options)
 
@@ -304,6 +327,9 @@ def main():
         for name, options in DYNAMIC.items():
             options = {"threshold": 40, "by": by, "exchange": exchange, **options}
             check_training(world, f"dynamic, {name}, by {by}", "dynamic", **options)
+    for name, options in DROP.items():
+        check_training(world, f"drop, {name}", "drop", **options)
+    check_copies(world)
     options = {"dtype": "bf16", "precision": "bf16", "threshold": 300}
     check_training(world, "replicas rounded by chance next to shards", "hash", **options)
     check_training(world, "multi-hot cache", "tt", multi_hot=True)

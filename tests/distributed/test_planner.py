@@ -57,6 +57,15 @@ def test_shards_cover_every_weight_once(name, ranks):
     assert all((table == 1).all() for table in held)
 
 
+def test_ranks_send_equally_many_vectors_and_look_up_equally_often():
+    """A bag of 100 rows is sent as one vector: the busiest table does not go with few others."""
+    loads = [100.0, 27, 12, 10, 9, 8, 7, 7, 6, 5, 3, 3, 3, 2, 2, *[1.0] * 11]
+    shards = plan_shards([1000] * 26, 128, 2, sharding_types=["table"] * 26, loads=loads)
+    own = [[loads[shard.table] for shard in shards if shard.rank == rank] for rank in (0, 1)]
+    assert [len(tables) for tables in own] == [13, 13]
+    assert max(map(sum, own)) < 1.1 * sum(loads) / 2
+
+
 def test_row_wise_shards_begin_at_pages():
     shards = shard_rows(0, 23, 8, 3, page=4)
     assert [shard.rows for shard in shards] == [(0, 8), (8, 16), (16, 23)]

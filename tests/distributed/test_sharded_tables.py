@@ -1,15 +1,17 @@
 """What needs no other process; test_distributed.py has the rest."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dlrm.data.schema import HASHED
-from dlrm.distributed.sharded_kinds import ShardedDense
+from dlrm.distributed.sharded_kinds import ShardedDense, ShardedDrop
 from dlrm.distributed.sharding_plan import LARGE, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
+from dlrm.embeddings.drop import Drop
 
 NAMES = ["a", "b", "c"]
 SIZES = [300, 20, 150]
@@ -91,6 +93,19 @@ def test_rows_of_any_ids_are_sharded_by_row_and_those_in_int4_not():
         make_sharding_plan(world, NAMES, recipe, threshold=100, by="column")
 
 
+def test_rows_that_drop_keeps_are_sharded():
+    plan = [("drop", {"keep": 99}), ("drop", {"keep": 9}), ("drop", {"keep": 99, "dtype": "int4"})]
+    found = make_sharding_plan(
+        World(rank=0, size=2), NAMES, {**RECIPE, "plan": plan}, threshold=100, by="row"
+    )
+    assert [(shard.table, shard.rows) for shard in found.shards] == [(0, (0, 50)), (0, (50, 100))]
+    group = ShardedDrop(SIZES[:1], 8, replace(found, world=World()), keep=99)
+    with pytest.raises(ValueError, match=r"drop keep is -1: set --drop.keep to a number of ids"):
+        ShardedDrop(SIZES[:1], 8, found, keep=-1)
+    assert group.footprint() == [{"weights": 100 * 8 * 4}]
+    assert group.kind() == "drop"
+
+
 @pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
 def test_one_sum_for_a_row_needs_all_its_columns(options):
     options = {"threshold": 100, **options}
@@ -118,7 +133,8 @@ def test_peers_are_for_processes_of_one_host(monkeypatch):
         world, NAMES, RECIPE, lambda: [torch.ones(5)] * 3, threshold=100, exchange="peers"
     )
     assert not bags.peers  # no memory for peers, who never read the rows of bags
-    assert bags.text.endswith("exchange by collectives")
+    assert bags.linked
+    assert bags.text.endswith("exchange by copies to peers")
     if not torch.cuda.is_available():  # auto: where GPUs reach each other
         assert not make_sharding_plan(world, NAMES, RECIPE, threshold=100).peers
     assert not make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
@@ -139,6 +155,22 @@ def test_peers_are_gpus_that_reach_each_other(monkeypatch, reach):
     else:
         with pytest.raises(ValueError, match="memory, these can't: use"):
             make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="peers")
+
+
+@pytest.mark.parametrize(
+    ("rule", "whole"), [("sgd", True), ("rowwise_adagrad", True), ("adam", False)]
+)
+def test_tables_stay_whole_where_they_and_their_states_have_room(monkeypatch, rule, whole):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: True)
+    memory = SimpleNamespace(total_memory=6 * 8100 * 64)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: memory)
+    sizes = [4000, 4000, 4000, 400, 40, 4]
+    recipe = {"num_embeddings": sizes, "embedding_dim": 64, "plan": [("dense", {})] * 6}
+    found = make_sharding_plan(World(rank=0, size=2), [*"abcdef"], recipe, rule=rule)
+    assert (len({shard.table for shard in found.shards}) == len(found.shards)) == whole
 
 
 def test_pages_have_no_devices_of_their_own_under_torchrun():
@@ -181,6 +213,25 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
     assert (seen[300:320] == size).all()  # replicated
     assert (seen[:300] == 1).all()
     assert (seen[320:] == 1).all()
+
+
+def test_the_parts_of_all_ranks_are_the_rows_that_drop_keeps():
+    keep, tables = [99, 5, 60], [torch.randn(rows, 8) for rows in SIZES]
+    torch.manual_seed(0)
+    drop, fitted = Drop(SIZES, 8, keep=keep), Drop(SIZES, 8, keep=keep)
+    fitted.load_dense(tables)
+    recipe = {**RECIPE, "plan": [("drop", {"keep": own}) for own in keep]}
+    for rank in range(2):
+        sharding = make_sharding_plan(
+            World(rank=rank, size=2), NAMES, recipe, by="row", threshold=50
+        )
+        torch.manual_seed(0)
+        group = ShardedDrop(SIZES, 8, sharding, keep=keep)
+        for expected in (drop, fitted):
+            for (row, column), values in group.state_dict()["weight"].parts.items():
+                there = expected.weight[row : row + len(values), column : column + 8]
+                assert torch.equal(values, there)
+            group.load_dense(tables)
 
 
 @pytest.mark.parametrize("by", ["table", "row"])

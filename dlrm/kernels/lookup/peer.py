@@ -35,7 +35,7 @@ class PeerTensor:
     addresses: Tensor
     """Address of each, ``[n]`` int64 on the device."""
     tensors: list[Tensor]
-    """All of them, for PyTorch; the kernels need only the addresses."""
+    """All of them, for PyTorch and its copies; the kernels need only the addresses."""
 
 
 @dataclass(frozen=True)
