@@ -19,7 +19,8 @@ def test_loss_and_gradient(device, size, odds, weighted, dtype, assert_matches, 
     def op(**given):
         return mean_loss(**given, odds=odds, impl="triton")
 
-    factors = {"output": 5}  # the loss of a single sure logit is the logarithm of nearly 1
+    # The loss of a single sure logit is log(1 + z) of a small z, and 1 + z is rounded: seen 5.1e-6.
+    factors = {"output": 20}
     assert_matches(op, lambda **given: mean_loss_torch(**given, odds=odds), inputs, factors=factors)
 
 
