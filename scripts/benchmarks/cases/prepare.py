@@ -81,6 +81,8 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     if raw and (lines := _lines(raw, most)) < most:
         raise ValueError(f"--raw {raw} has {lines} rows, fewer than --rows: lower that")
 
+    if options.directory:
+        options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory) as work:
         make = make_csv if options.csv else make_raw
         raw = raw or make(Path(work) / "raw", most)
