@@ -112,14 +112,24 @@ def make_splitter(
     if options.by != "time":
         in_order = options.by == "column" and not _sorted_by(label, blocks)
         return Splitter(options=options, in_order=in_order)
-    times = [block.column(SPLIT).to_numpy() for block in blocks]
     if limits is None:
-        sample = np.append(np.sort(summarise(iter(times), rows).sample), np.inf)
+        times = (block.column(SPLIT).to_numpy() for block in blocks)
+        sample = np.append(np.sort(summarise(times, rows).sample), np.inf)
         last = len(sample) - 1
         limits = float(sample[int(train * last)]), float(sample[int((train + val) * last)])
-    ends = np.array([(own[0], own[-1]) for own in times]).ravel()
-    in_order = all((np.diff(own) >= 0).all() for own in (ends, *times))
-    return Splitter(options=options, limits=limits, in_order=in_order)
+    return Splitter(options=options, limits=limits, in_order=_rises(blocks))
+
+
+def _rises(blocks: Sequence[SpilledBlock]) -> bool:
+    """Whether the time never falls from row to row."""
+    last = -np.inf
+    for block in blocks:
+        times = block.column(SPLIT).to_numpy()
+        if len(times):
+            if not (times[0] >= last and (np.diff(times) >= 0).all()):
+                return False
+            last = times[-1]
+    return True
 
 
 def _sorted_by(label: str, blocks: Sequence[SpilledBlock]) -> bool:

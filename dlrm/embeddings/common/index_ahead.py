@@ -17,7 +17,7 @@ ROOM = 8  # ids of bags are padded by up to one in so many: batches of like size
 
 
 class _Inputs(NamedTuple):
-    """What a graph reads: see :func:`dlrm.kernels.dynamic.index.place`."""
+    """The tensors that a graph reads: see :func:`dlrm.kernels.dynamic.index.place`."""
 
     tables: Tensor
     ids: Tensor

@@ -351,9 +351,9 @@ class Benchmark:
 
 
 def predicted_ms(alone: float, ms: float, gpus: int, more: int) -> float:
-    """What a step would take on more GPUs of one host, from its time on one and on a few.
+    """The time of a step on more GPUs of one host, predicted from that on one and on a few.
 
-    What it takes longer than on one is taken to be communication. Of ``n`` GPUs, each sends the
+    The difference of these is taken to be communication. Of ``n`` GPUs, each sends the
     share ``(n - 1) / n`` of its vectors, and in a ring twice that of its gradients: on eight it
     sends 1.75 times the bytes of two.
     """
