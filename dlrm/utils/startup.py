@@ -188,7 +188,7 @@ def bound_spinning() -> None:
     By default it spins for milliseconds with GCC's OpenMP and for 0.2 s with LLVM's. On a busy
     machine it then holds the core that the thread it waits for needs, at every operation; on an
     idle one, to sleep and wake costs more. So it spins for some 400 microseconds if nothing else
-    runs now, and not at all if something does (``scripts/benchmarks/cases/busy.py``).
+    runs now, and not at all if something does (``docs/speed.md``).
 
     If the user has set any variable of OpenMP, nothing changes.
     """

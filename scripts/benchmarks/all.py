@@ -58,7 +58,6 @@ ON_GPU = {
     "lookup": Entry("lookup"),
     "rules": Entry("lookup --one-table", 600),
     "tt": Entry("tt --variants tf32"),
-    "interaction": Entry("interaction"),
     "basis": Entry("basis"),
     "dynamic": Entry("dynamic"),
     "dynamic_host": Entry("dynamic --host"),
@@ -66,7 +65,6 @@ ON_GPU = {
         "offload --variants dense offload 'offload, 1.5%' --rules sgd rowwise_adagrad adam", 600
     ),
     "offload_large": Entry("offload --large --variants 'offload, 1.5%' --rules sgd", 600),
-    "pages": Entry("pages"),
     "distributed": Entry("distributed", 600, gpus=2),
     "loader": Entry("loader"),
     "loader_multi_hot": Entry("loader --multi-hot --rows 300000"),
@@ -76,7 +74,6 @@ ON_GPU = {
 ON_CPU = {
     "step": Entry("step --precisions fp32 bf16 --batches 2048 --kinds dense tt qr block"),
     "basis": Entry("basis"),
-    "busy": Entry("busy", 900),
     "export": Entry("export", 900),
     "loader": Entry("loader"),
     "loader_multi_hot": Entry("loader --multi-hot --rows 300000"),

@@ -2,10 +2,9 @@
 
 Writes the profile from which ``dlrm.data.synthetic`` draws, ``dlrm/data/synthetic/profile.json``.
 It contains only aggregates (shares by rank, quantiles, missing rates), no value or row of the
-sample. With ``--plot`` it also draws the fit: coverage by rank of the real sample, next to a
-synthetic sample with the same number of rows.
+sample.
 
-    python scripts/maintenance/calibrate_synthetic.py kaggle=train_sample.tsv.gz --plot FILE
+    python scripts/maintenance/calibrate_synthetic.py kaggle=train_sample.tsv.gz
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 
 from dlrm.data.schema import (
     CRITEO_CATEGORICAL,
@@ -27,10 +25,9 @@ from dlrm.data.schema import (
     KAGGLE_CARDINALITIES,
     TERABYTE_CARDINALITIES,
 )
-from dlrm.data.synthetic.distributions import PROFILE_FILE, Profile, profiles
-from dlrm.data.synthetic.generator import Generator
-from dlrm.utils.atomic import atomic_write, save_figure
-from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
+from dlrm.data.synthetic.distributions import PROFILE_FILE
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.program import Parser, exit_status, path_arg
 
 # Rows of the full files, in which the cardinalities were counted.
 FULL = {
@@ -202,63 +199,8 @@ def write_profiles(path: Path, made: dict[str, dict]) -> None:
         temporary.write_text(json.dumps(old | made).replace('{"name"', '\n{"name"') + "\n")
 
 
-def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
-    """Draw real and synthetic data: coverage by rank, dense distributions, missing rates."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    generator = Generator(
-        profile.dense,
-        profile.categorical,
-        rows=profile.rows,
-        seed=0,
-        auc=0.8,
-        positives=0.256,
-        device=torch.device("cpu"),
-    )
-
-    rows = generator.rows(0, len(sample))  # a random subset of the full synthetic data
-    figure, axes = plt.subplots(8, 5, figsize=(15, 20), layout="constrained")
-
-    panels = iter(axes.flat)
-    rates: list[tuple[float, float]] = []
-    for column, ids in zip(profile.categorical, rows.ids, strict=True):
-        axis = next(panels)
-        real = sample[column.name].value_counts().to_numpy()
-        made = np.sort(np.bincount(ids.numpy()))[::-1]
-        made = made[made > 0]
-        for counts, style in ((real, "-"), (made, "--")):
-            axis.semilogx(np.arange(1, len(counts) + 1), counts.cumsum() / counts.sum(), style)
-        axis.set_title(f"{column.name}: {len(real):,} values, {len(made):,}", fontsize=9)
-        if column.missing:
-            synthetic = float((ids == column.missing_rank).double().mean())
-            rates.append((float((sample[column.name] == "").mean()), synthetic))
-
-    for column, values, missing in zip(profile.dense, rows.dense, rows.missing, strict=True):
-        axis, wanted = next(panels), sample[column.name]
-        for numbers, style in ((wanted.dropna(), "-"), (values[~missing].numpy(), "--")):
-            ordered = np.log1p(np.sort(numbers) - column.lowest)
-            axis.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), style)
-        axis.set_title(f"{column.name}, log scale", fontsize=9)
-        if column.missing:
-            rates.append((float(wanted.isna().mean()), float(missing.double().mean())))
-
-    axis = next(panels)
-    axis.plot([0, 1], [0, 1], color="lightgray")
-    axis.plot(*zip(*rates, strict=True), "o")
-    axis.set_title("missing rates: real, synthetic", fontsize=9)
-
-    figure.suptitle(
-        f"{len(sample):,} rows, real (solid) and synthetic (dashed): share of the rows covered by "
-        "the most frequent values (C, by rank) or by the values up to x (I)"
-    )
-    save_figure(figure, Path(path), dpi=60)
-
-
 def calibrate(options: Namespace) -> None:
-    """Fit each sample, write the profiles and draw the plot."""
+    """Fit each sample, and write the profiles."""
     samples = {}
     for argument in options.samples:
         name, _, path = argument.partition("=")
@@ -268,9 +210,6 @@ def calibrate(options: Namespace) -> None:
         require_enough(path, samples[name])
     made = {name: profile_of(sample, *FULL[name]) for name, sample in samples.items()}
     write_profiles(options.output, made)
-    if options.plot:
-        name = next(iter(samples))
-        plot(options.plot, samples[name], profiles(options.output)[name])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -287,9 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=path_arg,
         default=PROFILE_FILE,
         help="profile to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--plot", type=figure_arg, metavar="PNG", help="draw the fit of the first sample"
     )
     options = parser.parse_args(argv)
     return exit_status(lambda: calibrate(options))

@@ -36,17 +36,6 @@ def spread(value: float, deviation: float | None, form: str = ".4f") -> str:
 # Of docs/speed.md
 
 
-def busy(result: Result) -> Rows:
-    """Training on an idle machine and next to other programs, with and without bounded spinning."""
-    threads = {"ours": "bounded spin", "default": "PyTorch's default"}
-    states = {"idle": "idle", "busy_counting": "busy", "busy_training": "next to training"}
-    return [
-        {"machine": shown, "threads": name, **result[state][way]}
-        for state, shown in states.items()
-        for way, name in threads.items()
-    ]
-
-
 def relative_to_dense(result: Result) -> Rows:
     """Steps with their speed relative to dense tables with the same rule and batch."""
     dense = {(r["rule"], r["batch"]): r["ms"] for r in result["results"] if r["kind"] == "dense"}
@@ -138,22 +127,6 @@ def distributed(*results: Result) -> Iterator[Mapping[str, Any]]:
             eight = f"{eight['Msamples/s']:.1f} M" if eight else "-"
             own = {"name": r["model"].capitalize(), "wire": wire, "device": device, "eight": eight}
             yield r | own
-
-
-def pages(result: Result) -> Rows:
-    """GB/s of rows by where they are."""
-    link, peers = result["link"]["to_gpu"], result["peers"]
-    near, *_, far, ascending = result["host"]
-    lines = [
-        ("pinned host memory", near["gather"], link, near["index_select_and_copy"]),
-        ("... 4 GB of it", far["gather"], link, far["index_select_and_copy"]),
-        ("... in ascending order", ascending["gather"], link, ascending["index_select_and_copy"]),
-        ("another GPU", peers["all_on_peer"], peers["copy_from_peer"], "-"),
-        ("half on each GPU", peers["half_on_peer"], "-", peers["half_on_peer_portable"]),
-        ("this GPU", peers["all_local"], "-", "-"),
-    ]
-    heads = "131,072 rows of 512 bytes", "by address, GB/s", "plain copy", "without addresses"
-    return [dict(zip(heads, line, strict=True)) for line in lines]
 
 
 def offloaded(*results: Result) -> Iterator[Mapping[str, Any]]:

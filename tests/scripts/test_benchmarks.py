@@ -13,8 +13,8 @@ import torch
 from scripts.benchmarks import all as suite
 from scripts.benchmarks import batches, harness, run
 
-ELSEWHERE = ["pages", "distributed", "offload"]  # have tests of their own
-SLOW = {"basis", "busy", "export", "mlperf", "predict", "prepare", "tt", "whole_run"}
+ELSEWHERE = ["distributed", "offload"]  # have tests of their own
+SLOW = {"basis", "export", "mlperf", "predict", "prepare", "tt", "whole_run"}
 CASES = [
     pytest.param(name, marks=[pytest.mark.slow] if name.split()[0] in SLOW else [])
     for name in [*run.CASES, "lookup --one-table", "prepare --csv"]
@@ -32,21 +32,7 @@ def test_every_benchmark_runs(case, tmp_path, capsys):
     assert rows
 
 
-@pytest.mark.gpu
-def test_pages_are_timed_beside_copies(tmp_path):
-    output = tmp_path / "result.json"
-    assert run.main(["pages", "--small", "--output", str(output)]) == 0
-    record = json.loads(output.read_text())
-    assert all(row["gather"] > 0 for row in record["host"])
-
-
-@pytest.mark.gpu
-def test_a_benchmark_of_pages_needs_enough_rows(capsys):
-    assert run.main(["pages", "--table-rows", "100"]) == 2
-    assert "--table-rows must be at least 131072" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("case", ["lookup", "tt", "pages"])
+@pytest.mark.parametrize("case", ["lookup", "tt"])
 def test_some_need_a_gpu(case, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
@@ -77,10 +63,10 @@ def test_one_process_is_not_several(capsys):
 
 
 def test_a_wrong_result_is_not_reported(monkeypatch, tmp_path, capsys):
-    case, output = run.load("interaction"), tmp_path / "result.json"
-    right = case.dot_interaction
-    monkeypatch.setattr(case, "dot_interaction", lambda *x: right(*x) * 1.01)
-    assert run.main(["interaction", "--small", "--output", str(output)]) == 2
+    case, output = run.load("lookup"), tmp_path / "result.json"
+    right = case.update_rows
+    monkeypatch.setattr(case, "update_rows", lambda *x, lr: right(*x, lr=1.01 * lr))
+    assert run.main(["lookup", "--small", "--output", str(output)]) == 2
     assert "differs from PyTorch by" in (error := capsys.readouterr().err)
     assert "nothing is reported" in error
     assert "results" not in json.loads(output.read_text())
@@ -174,7 +160,7 @@ class TestAll:
 
             def fake(entry, options, limit):
                 measured.append(entry.command.split()[0])
-                error = "failed with status 2" if "busy" in entry.command else None
+                error = "failed with status 2" if "predict" in entry.command else None
                 return {"results": [{"ms": 1.0}], "seconds": 1.0}, error
 
             monkeypatch.setattr(suite, "run", fake)
@@ -191,7 +177,7 @@ class TestAll:
         assert "basis" not in names
         assert "export" in names
         assert record["results"]["step"]["results"] == [{"ms": 1.0}]
-        assert "these benchmarks failed: busy" in capsys.readouterr().err
+        assert "these benchmarks failed: predict" in capsys.readouterr().err
 
     def test_nothing_starts_after_the_budget(self, measure, capsys):
         assert measure("--budget-seconds", "1e-9", "--only", "step", status=0)[0] == []

@@ -77,15 +77,6 @@ def test_calibration_recovers_a_distribution(kaggle, tmp_path, script):
             assert share == pytest.approx(wanted, abs=0.02), column.name
 
 
-@pytest.mark.slow
-def test_calibration_draws_the_fit(tmp_path, script):
-    make = script("make_synthetic").main
-    assert make(["--output", str(tmp_path / "d"), "--rows", "2000", "--format", "tsv"]) == 0
-    calibrate, image = script("calibrate_synthetic"), tmp_path / "fit.png"
-    calibrate.plot(image, calibrate.read_sample(tmp_path / "d/train.txt"), KAGGLE)
-    assert image.stat().st_size > 50_000
-
-
 def test_calibration_names_a_bad_sample(tmp_path, capsys, script):
     calibrate, path, output = script("calibrate_synthetic"), tmp_path / "raw.tsv", tmp_path / "out"
     assert calibrate.main(["kagle=nowhere"]) == 2
