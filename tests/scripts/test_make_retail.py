@@ -43,10 +43,9 @@ def package(tmp_path, monkeypatch):
     return promotions, sold
 
 
-def test_the_joined_table_is_that_of_pandas(script, package, tmp_path, monkeypatch):
+def test_the_joined_table_is_that_of_pandas(script, package, tmp_path):
     promotions, sold = package
     program = script("make_retail")
-    monkeypatch.setattr(program, "BATCH", 100)
     program.write_joined(program.package_data(), tmp_path / "joined.parquet", 1.0)
     joined = pd.read_parquet(tmp_path / "joined.parquet")
     products = pd.read_parquet(program.package_data() / "products.parquet")

@@ -1,9 +1,9 @@
 """Distributions of the synthetic columns, drawn with integer arithmetic.
 
-A column follows a ``Distribution``: the CDF at some knots, fitted to a real sample by
-``scripts/maintenance/calibrate_synthetic.py``. A fixed-point table of quantiles inverts the CDF at
-uniform numbers that are permutations of the rows. All arithmetic uses integers, so the values of a
-row depend only on the seed and the row, not on chunks, threads or the device.
+A column follows a ``Distribution``: the CDF at some knots, fitted to a real sample. A fixed-point
+table of quantiles inverts the CDF at uniform numbers that are permutations of the rows. All
+arithmetic uses integers, so the values of a row depend only on the seed and the row, not on chunks,
+threads or the device.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.basis_linear import BasisLinear
-from dlrm.kernels.lookup.codebook import pack
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
@@ -90,10 +89,6 @@ def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
         }
         result |= {f"{kind}_{name}": time for kind, time in both.items()}
         result[f"{name}_times_faster"] = both["linear"] / both["basis"]
-
-    skew(ours)
-    again = works(ours, inputs, up, backward=True)
-    result["basis_forward_backward_skewed"] = harness.captured_milliseconds(again)
     return result
 
 
@@ -171,10 +166,3 @@ def works(
         return torch.autograd.grad(layer(tokens), [tokens, *parameters], up)
 
     return [partial(work, tokens) for tokens in inputs]
-
-
-def skew(layer: BasisLinear) -> None:
-    """Give the outputs codes of unequal frequency, that of rank r falling as 1 / r."""
-    ranks = torch.arange(1, layer.clusters + 1, device=layer.codes.device, dtype=torch.float64)
-    codes = torch.multinomial(1 / ranks, layer.out_features * layer.parts, replacement=True)
-    layer.codes.copy_(pack(codes.view(layer.out_features, layer.parts), layer.bits))

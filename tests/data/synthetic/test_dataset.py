@@ -17,6 +17,7 @@ from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALIT
 from dlrm.data.synthetic import dataset
 from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.multi_hot import GROUP_ROWS
+from tests.kit import read_criteo
 
 KAGGLE = profiles()["kaggle"]
 
@@ -179,7 +180,7 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
     assert script("make_synthetic").main(program) == 0
     assert sorted(contents(tmp_path / "tsv")) == ["synthetic.json", "train.txt"]
     assert json.loads((tmp_path / "tsv/synthetic.json").read_text())["planted"] == meta.planted
-    raw = script("calibrate_synthetic").read_sample(tmp_path / "tsv/train.txt")
+    raw = read_criteo(tmp_path / "tsv/train.txt")
     made = pd.concat(read(tmp_path / "parquet", meta, s) for s in ("train", "val", "test"))
     assert np.array_equal(raw["label"], made["label"])
     for name in CRITEO_DENSE:

@@ -15,6 +15,7 @@ from dlrm.data.synthetic.distributions import (
     profiles,
 )
 from dlrm.data.synthetic.generator import Generator
+from tests.kit import read_criteo
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT.parent / "shared/data/criteo_kaggle_137k.tsv.gz"
@@ -134,8 +135,8 @@ def test_terabyte_tables_are_within_range(monkeypatch):
 
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="needs the real sample")
-def test_fit_to_the_real_sample(sample, script):
-    real = script("calibrate_synthetic").read_sample(SAMPLE)
+def test_fit_to_the_real_sample(sample):
+    real = read_criteo(SAMPLE)
     for column, ids in zip(KAGGLE.categorical, sample.ids, strict=True):
         wanted = real[column.name].value_counts().to_numpy()
         made = np.sort(np.bincount(ids))[::-1]

@@ -1,4 +1,4 @@
-"""The programs that write synthetic data and fit its distributions."""
+"""The program that writes synthetic data."""
 
 import signal
 import subprocess
@@ -6,15 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 import pytest
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
-from dlrm.data.synthetic.distributions import profiles
 
 ROOT = Path(__file__).parents[3]
-KAGGLE = profiles()["kaggle"]
 
 
 def test_program_writes_and_reports(tmp_path, capsys, script):
@@ -53,48 +49,6 @@ def test_program_reports_mistakes_in_one_line(tmp_path, capsys, arguments, messa
     assert captured.startswith("error: ")
     assert message in captured
     assert captured.count("\n") == 1
-
-
-def test_calibration_recovers_a_distribution(kaggle, tmp_path, script):
-    """Fitted to a synthetic raw sample, the profile comes out as the one it was drawn from."""
-    calibrate = script("calibrate_synthetic")
-    made, tokens = kaggle.rows(0, 20_000), script("make_synthetic").Tokens(kaggle, seed=0)
-    sample = pd.DataFrame({"label": made.labels.numpy()})
-    for column, values, missing in zip(KAGGLE.dense, made.dense, made.missing, strict=True):
-        sample[column.name] = np.where(missing, np.nan, values)
-    for number, column in enumerate(KAGGLE.categorical):
-        sample[column.name] = tokens.text(number, made.ids[number].numpy()).to_pylist()
-    sample.to_csv(tmp_path / "raw.tsv", sep="\t", header=False, index=False, float_format="%d")
-    output = tmp_path / "profile.json"
-    assert calibrate.main([f"kaggle={tmp_path / 'raw.tsv'}", "--output", str(output)]) == 0
-    fitted = profiles(output)["kaggle"]
-    for column, again in zip(KAGGLE.categorical, fitted.categorical, strict=True):
-        assert again.cardinality == column.cardinality
-        assert again.missing == pytest.approx(column.missing, abs=0.01)
-        assert again.missing_group == column.missing_group
-        for rank in (1, 10, 100):
-            share, wanted = (np.interp(rank, x.knots, x.cdf) for x in (again, column))
-            assert share == pytest.approx(wanted, abs=0.02), column.name
-
-
-def test_calibration_names_a_bad_sample(tmp_path, capsys, script):
-    calibrate, path, output = script("calibrate_synthetic"), tmp_path / "raw.tsv", tmp_path / "out"
-    assert calibrate.main(["kagle=nowhere"]) == 2
-    assert "must be kaggle=FILE or terabyte=FILE" in capsys.readouterr().err
-    row = b"\t".join([b"0", *[b"1"] * 13, *[b"a"] * 26]) + b"\n"
-    for content, message in (
-        (b"", "I1 has no values"),
-        (b"\xff\x00", "has no raw Criteo rows"),
-        (row.replace(b"\t", b","), "I1 has no values"),
-        (row.replace(b"1", b"x"), "could not convert string to float: 'x'"),
-        (19 * row, "no value of C1 occurs in 20 rows; give more rows"),
-    ):
-        path.write_bytes(content)
-        assert calibrate.main([f"kaggle={path}", "--output", str(output)]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"error: {path}")
-        assert message in told
-    assert not output.exists()
 
 
 @pytest.mark.slow
