@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -29,13 +29,14 @@ import pyarrow.csv
 from tqdm import tqdm
 
 from dlrm.data import synthetic
-from dlrm.data.schema import META_FILE, MLPERF_BAG_SIZES, Categorical, Meta, Split
+from dlrm.data.schema import META_FILE, MLPERF_BAG_SIZES, Meta
 from dlrm.data.synthetic.distributions import hashed, profiles
 from dlrm.data.synthetic.generator import GeneratedRows, Generator
 from dlrm.data.synthetic.label_model import BINS
 from dlrm.data.synthetic.multi_hot import GROUP_ROWS
-from dlrm.data.synthetic.writers import Progress, split_of, tally, write_parquet
+from dlrm.data.synthetic.writers import Job, Written, split_of, tally, write_parquet
 from dlrm.data.threads import map_in_order
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 TSV_FILE, TSV_META_FILE = "train.txt", "synthetic.json"
@@ -70,15 +71,9 @@ PRESETS = {
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the program with status 2 for a wrong one."""
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "--output",
-        type=path_arg,
-        required=True,
-        metavar="DIR",
-        help="directory to create; it must not contain anything",
-    )
-    add(
+    what = "directory to create; it must not contain anything"
+    parser.add_argument("--output", type=path_arg, required=True, metavar="DIR", help=what)
+    parser.add_argument(
         "--like",
         choices=PRESETS,
         default="demo",
@@ -88,28 +83,34 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "10 M rows with these tables and the 214 ids of MLPerf's DLRM-DCNv2 in each, 3 GB "
         "(default: %(default)s)",
     )
+    parser.add_argument(
+        "--format",
+        choices=("parquet", "tsv"),
+        default="parquet",
+        help="parquet: ready for training. tsv: raw data as from Criteo, for prepare_criteo.py; a "
+        "single train.txt, which --split days, or the same fractions, divide into the same splits "
+        "(default: %(default)s)",
+    )
+    _add_sizes(parser)
+    _add_labels(parser)
 
-    # Sizes
+    of_device = "device that generates the rows; auto: a GPU if there is one (default: %(default)s)"
+    devices = ("auto", "cpu", "cuda")
+    parser.add_argument("--device", choices=devices, default="auto", help=of_device)
+    of_threads = "files written at a time (default: one per core)"
+    parser.add_argument("--threads", type=int, default=cpu_count(), help=of_threads)
+    return parser.parse_args(argv)
+
+
+def _add_sizes(parser: Parser) -> None:
+    add = parser.add_argument
     add("--rows", type=int, help="number of rows, over all splits (default: that of --like)")
-    add(
-        "--cardinalities",
-        type=int,
-        nargs="+",
-        metavar="V",
-        help="rows of each table (default: those of --like)",
-    )
-    add(
-        "--bag-sizes",
-        type=int,
-        nargs="+",
-        metavar="L",
-        help="ids of each table in a row, by MLPerf's rule (default: one, or those of --like)",
-    )
-    add(
-        "--cap",
-        type=int,
-        help="rows of a table at most; larger tables keep their most frequent values",
-    )
+    of_tables = "rows of each table (default: those of --like)"
+    add("--cardinalities", type=int, nargs="+", metavar="V", help=of_tables)
+    bags = "ids of each table in a row, by MLPerf's rule (default: one, or those of --like)"
+    add("--bag-sizes", type=int, nargs="+", metavar="L", help=bags)
+    cap = "rows of a table at most; larger tables keep their most frequent values"
+    add("--cap", type=int, help=cap)
     add(
         "--fractions",
         type=float,
@@ -119,35 +120,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "training, the first half of the last day for test and the second for validation)",
     )
 
-    # Labels
+
+def _add_labels(parser: Parser) -> None:
+    add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of everything random (default: %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default: %(default)s)")
     add("--positives", type=float, default=0.256, help="share of label 1 (default: %(default)s)")
-    add(
-        "--drift",
-        type=float,
-        default=0.0,
-        help="how much the effects of ids change over the rows, in units of these effects "
-        "(default: %(default)s)",
-    )
-
-    # Files
-    add(
-        "--format",
-        choices=("parquet", "tsv"),
-        default="parquet",
-        help="parquet: ready for training. tsv: raw data as from Criteo, for prepare_criteo.py; a "
-        "single train.txt, which --split days, or the same fractions, divide into the same splits "
-        "(default: %(default)s)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="device that generates the rows; auto: a GPU if there is one (default: %(default)s)",
-    )
-    add("--threads", type=int, help="files written at a time (default: one per core)")
-    return parser.parse_args(argv)
+    drift = "how much the effects of ids change over the rows, in units of these effects "
+    add("--drift", type=float, default=0.0, help=f"{drift}(default: %(default)s)")
 
 
 def make(args: argparse.Namespace) -> tuple[Meta, int]:
@@ -194,39 +174,30 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
     return meta, rows
 
 
-def write_tsv(
-    directory: Path,
-    generator: Generator,
-    splits: Mapping[str, range],
-    threads: int,
-    progress: Progress,
-    *,
-    tables: Sequence[Categorical],
-    seed: int,
-) -> tuple[dict[str, Split], dict[str, np.ndarray]]:
+def write_tsv(directory: Path, job: Job) -> Written:
     """Write all rows in order as one raw TSV file, in chunks, of which several are made at a time.
 
     Returns the same as :func:`~dlrm.data.synthetic.writers.write_parquet`.
     """
-    tokens = Tokens(generator, seed)
-    jobs = [
+    tokens = Tokens(job.generator, job.seed)
+    chunks = [
         (split, range(start, min(start + GROUP_ROWS, rows.stop)))
-        for split, rows in splits.items()
+        for split, rows in job.splits.items()
         for start in range(rows.start, rows.stop, GROUP_ROWS)
     ]
 
-    def encode(job: tuple[str, range]) -> tuple[bytes, np.ndarray]:
-        rows = generator.rows(job[1].start, job[1].stop)
+    def encode(chunk: tuple[str, range]) -> tuple[bytes, np.ndarray]:
+        rows = job.generator.rows(chunk[1].start, chunk[1].stop)
         return _tsv(rows, tokens), tally(rows)
 
-    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
+    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in job.splits}
     with open(directory / TSV_FILE, "wb") as file:
-        results = map_in_order(encode, jobs, threads)
-        for (split, rows), (text, added) in zip(jobs, results, strict=True):
+        results = map_in_order(encode, chunks, job.threads)
+        for (split, rows), (text, added) in zip(chunks, results, strict=True):
             file.write(text)
             counts[split] += added
-            progress(len(rows))
-    return {split: split_of([TSV_FILE], counts[split]) for split in splits}, counts
+            job.progress(len(rows))
+    return {split: split_of([TSV_FILE], counts[split]) for split in job.splits}, counts
 
 
 class Tokens:

@@ -9,10 +9,12 @@ with any number of threads.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +24,7 @@ from dlrm.data.synthetic.distributions import Distribution, Profile, profiles
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import best_metrics
 from dlrm.data.synthetic.multi_hot import with_bag_sizes
-from dlrm.data.synthetic.writers import Writer, write_parquet
+from dlrm.data.synthetic.writers import Job, Progress, Writer, write_parquet
 from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
@@ -32,23 +34,87 @@ MAX_CARDINALITY = 1 << 27  # the limit of the fixed-point numbers in the quantil
 MAX_DRIFT = 8  # up to this, the sum of the slopes of a row is exact in float32
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The options of a synthetic data set. The same recipe gives the same bytes.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    rows: int = DEMO_ROWS
+    """Of all splits together."""
+    like: str = "kaggle"
+    """Profile of the distributions of the columns, ``kaggle`` or ``terabyte``."""
+    cardinalities: Sequence[int] | None = None
+    """Rows of each table; by default those of the profile. A smaller table keeps the most frequent
+    values."""
+    bag_sizes: Sequence[int] | None = None
+    """Number of ids of each column in a row: one on which the label depends, and others, see
+    :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot."""
+    fractions: Sequence[float] | None = None
+    """Shares of train, val and test; by default the reference protocol, see
+    :func:`~dlrm.data.prepare.splitting.split_by_days`."""
+    seed: int = 0
+    """Of everything random."""
+    auc: float = 0.80
+    """Expected AUC of the label model, the best that any model can reach."""
+    positives: float = 0.256
+    """Expected share of label 1."""
+    drift: float = 0.0
+    """How much the effects of ids change from the first row to the last. It is the standard
+    deviation of the change to either side of the middle, divided by that of the effects."""
+    device: str | None = None
+    """Generates the rows, ``cpu`` or ``cuda``; by default a GPU if available."""
+    threads: int = field(default_factory=cpu_count)
+    """Files written at a time; by default one per core."""
+
+    def __post_init__(self) -> None:
+        kind = (self.device or "cpu").partition(":")[0]
+        shares = list(DEMO_FRACTIONS if self.fractions is None else self.fractions)
+        split = "the shares of train, val and test, which are not negative and add up to 1, such as"
+
+        # Whether the value of each is valid, and what it must be.
+        sums_up = len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
+        rules = {
+            "rows": (self.rows >= 1, "at least 1"),
+            "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
+            "auc": (0.5 <= self.auc < 1, "at least 0.5 and below 1"),
+            "positives": (0 < self.positives < 1, "between 0 and 1"),
+            "drift": (0 <= self.drift <= MAX_DRIFT, f"0 to {MAX_DRIFT}"),
+            "threads": (self.threads >= 1, "at least 1"),
+            "device": (kind in ("cpu", "cuda"), "cpu or cuda"),
+            "fractions": (sums_up, f"{split} 0.8 0.1 0.1"),
+        }
+        for name, (valid, rule) in rules.items():
+            if not valid:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {rule}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r}, but there is no CUDA GPU; use cpu")
+
+    def splits(self) -> dict[str, range]:
+        """The rows of each split."""
+        if self.fractions is None:
+            return split_by_days([self.rows])
+        shares = (Fraction(str(share)) for share in self.fractions[:2])  # exactly as written
+        return split_by_shares(self.rows, *shares)
+
+    def options(self) -> dict[str, Any]:
+        """The options, as the meta data keeps them."""
+        kept = ("like", "rows", "fractions", "seed", "auc", "positives")
+        options = {"source": "synthetic", **{name: getattr(self, name) for name in kept}}
+        options |= {"dense_transform": "log1p"}
+        options |= {"drift": self.drift} if self.drift else {}
+        return options | ({"bag_sizes": list(self.bag_sizes)} if self.bag_sizes else {})
+
+
 def write(
     directory: str | os.PathLike[str],
     *,
-    rows: int = DEMO_ROWS,
-    like: str = "kaggle",
-    cardinalities: Sequence[int] | None = None,
-    bag_sizes: Sequence[int] | None = None,
-    fractions: Sequence[float] | None = None,
-    seed: int = 0,
-    auc: float = 0.80,
-    positives: float = 0.256,
-    drift: float = 0.0,
-    device: str | None = None,
-    threads: int | None = None,
-    progress: Callable[[int], object] = lambda rows: None,
+    progress: Progress = lambda rows: None,
     writer: Writer = write_parquet,
     meta_file: str = META_FILE,
+    **recipe: Any,
 ) -> Meta:
     """Write a synthetic data set into ``directory``; on an error, nothing is left behind.
 
@@ -57,70 +123,51 @@ def write(
 
     Args:
         directory: directory to create; it may exist if it is empty.
-        rows: number of rows of all splits together.
-        like: profile of the distributions of the columns, ``kaggle`` or ``terabyte``.
-        cardinalities: rows of each table; by default those of the profile. A smaller table keeps
-            the most frequent values.
-        bag_sizes: number of ids of each column in a row: one on which the label depends, and
-            others, see :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot.
-        fractions: shares of train, val and test; by default the reference protocol, see
-            :func:`~dlrm.data.prepare.splitting.split_by_days`.
-        seed: seed of everything random.
-        auc: expected AUC of the label model, the best that any model can reach.
-        positives: expected share of label 1.
-        drift: how much the effects of ids change from the first row to the last. It is the standard
-            deviation of the change to either side of the middle, divided by that of the effects.
-        device: device that generates the rows, ``cpu`` or ``cuda``; by default a GPU if available.
-        threads: files written at a time; by default one per core.
         progress: called with the number of rows just written, by several threads.
         writer: writes the rows in another format.
         meta_file: name of the meta file.
+        recipe: options of the data, those of :class:`Recipe`.
 
     Returns:
         The meta data, with the metrics of the label model on each split in ``planted``.
 
     Raises:
-        ValueError: an argument is out of range, or ``directory`` is not empty.
+        ValueError: an option is out of range, or ``directory`` is not empty.
     """
-    threads = cpu_count() if threads is None else threads
-    profile = _profile(like)
-    _check(rows, fractions, seed, auc, positives, drift, device, threads)
-
-    categorical = _columns(profile, cardinalities)
+    made = Recipe(**recipe)
+    profile = _profile(made.like)
+    categorical = _columns(profile, made.cardinalities)
     tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)
-    if bag_sizes:
-        tables = with_bag_sizes(tables, bag_sizes)
-    if fractions is None:
-        ranges = split_by_days([rows])
-    else:  # the shares exactly as written in decimals
-        ranges = split_by_shares(rows, *(Fraction(str(share)) for share in fractions[:2]))
-
-    # The arguments, as the meta data keeps them.
-    options = {"source": "synthetic", "like": like, "rows": rows, "fractions": fractions}
-    options |= {"seed": seed, "auc": auc, "positives": positives, "dense_transform": "log1p"}
-    options |= {"drift": drift} if drift else {}
-    options |= {"bag_sizes": list(bag_sizes)} if bag_sizes else {}
+    if made.bag_sizes:
+        tables = with_bag_sizes(tables, made.bag_sizes)
 
     with atomic_directory(Path(directory)) as temporary, _one_thread_per_operation():
         generator = Generator(
             profile.dense,
             categorical,
-            rows=rows,
-            seed=seed,
-            auc=auc,
-            positives=positives,
-            device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-            drift=drift,
+            rows=made.rows,
+            seed=made.seed,
+            auc=made.auc,
+            positives=made.positives,
+            device=torch.device(made.device or ("cuda" if torch.cuda.is_available() else "cpu")),
+            drift=made.drift,
         )
-        splits, counts = writer(
-            temporary, generator, ranges, threads, progress, tables=tables, seed=seed
+        job = Job(
+            generator=generator,
+            splits=made.splits(),
+            tables=tables,
+            seed=made.seed,
+            threads=made.threads,
+            progress=progress,
         )
+        splits, counts = writer(temporary, job)
+
         probabilities = generator.label_model.probabilities
         meta = Meta(
             dense=tuple(column.name for column in profile.dense),
             categorical=tables,
             splits={split: splits[split] for split in SPLITS},
-            options=options,
+            options=made.options(),
             planted={split: best_metrics(counts[split], probabilities) for split in SPLITS},
         )
         meta.write(temporary, meta_file)
@@ -180,38 +227,6 @@ def _large_enough(profile: Profile, number: int, size: int) -> Distribution:
     by_size = sorted(profile.categorical, key=lambda column: column.cardinality)
     larger = [each for each in (column, *by_size) if each.cardinality >= size]
     return larger[0] if larger else by_size[-1]
-
-
-def _check(
-    rows: int, fractions: Sequence[float] | None, seed: int, auc: float, positives: float,
-    drift: float, device: str | None, threads: int,
-) -> None:  # fmt: skip
-    """Raise unless all arguments are in their ranges."""
-    kind = (device or "cpu").partition(":")[0]
-    shares = list(DEMO_FRACTIONS if fractions is None else fractions)
-    sums_up = len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
-
-    # The value of each, whether it is valid, and what it must be.
-    rules = {
-        "rows": (rows, rows >= 1, "at least 1"),
-        "seed": (seed, 0 <= seed < 2**63, "at least 0 and below 2**63"),
-        "auc": (auc, 0.5 <= auc < 1, "at least 0.5 and below 1"),
-        "positives": (positives, 0 < positives < 1, "between 0 and 1"),
-        "drift": (drift, 0 <= drift <= MAX_DRIFT, f"0 to {MAX_DRIFT}"),
-        "threads": (threads, threads >= 1, "at least 1"),
-        "device": (device, kind in ("cpu", "cuda"), "cpu or cuda"),
-        "fractions": (
-            shares, sums_up,
-            "the shares of train, val and test, which are not negative and add up to 1, such as "
-            "0.8 0.1 0.1",
-        ),
-    }  # fmt: skip
-
-    for name, (value, valid, rule) in rules.items():
-        if not valid:
-            raise ValueError(f"{name} is {value!r}, it must be {rule}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but there is no CUDA GPU; use cpu")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,52 +24,57 @@ from dlrm.data.threads import map_in_order
 FILE_GROUPS = 8  # row groups of a Parquet file
 
 Progress = Callable[[int], object]
-Writer = Callable[..., tuple[dict[str, Split], dict[str, np.ndarray]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The rows to write."""
+
+    generator: Generator
+    splits: Mapping[str, range]
+    """The rows of each."""
+    tables: Sequence[Categorical]
+    """The columns of ids; some may have bags."""
+    seed: int
+    threads: int
+    """Files or chunks made at a time."""
+    progress: Progress
+    """Called with the number of rows just written."""
+
+
+Written = tuple[dict[str, Split], dict[str, np.ndarray]]
+Writer = Callable[[Path, Job], Written]
 """A function like :func:`write_parquet`."""
 
 
-def write_parquet(
-    directory: Path,
-    generator: Generator,
-    splits: Mapping[str, range],
-    threads: int,
-    progress: Progress,
-    *,
-    tables: Sequence[Categorical],
-    seed: int,
-) -> tuple[dict[str, Split], dict[str, np.ndarray]]:
-    """Write the splits as Parquet, several files at a time; with bags where ``tables`` have them.
+def write_parquet(directory: Path, job: Job) -> Written:
+    """Write the splits as Parquet, several files at a time; with bags where tables have them.
 
     Returns:
         The splits by name, and for each split the number of rows by label and true probability,
         ``[2, BINS]``.
     """
-    write = partial(_write_file, generator=generator, tables=tables, seed=seed, progress=progress)
-    size = group_rows(tables) * FILE_GROUPS
-    jobs = [
+    size = group_rows(job.tables) * FILE_GROUPS
+    parts = [
         (split, f"{split}-{number:05d}.parquet", range(start, min(start + size, rows.stop)))
-        for split, rows in splits.items()
+        for split, rows in job.splits.items()
         for number, start in enumerate(range(rows.start, max(rows.stop, rows.start + 1), size))
     ]
 
-    files: dict[str, list[str]] = {split: [] for split in splits}
-    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
-    results = map_in_order(lambda job: write(directory / job[1], rows=job[2]), jobs, threads)
-    for (split, file, _), added in zip(jobs, results, strict=True):
+    def write(part: tuple[str, str, range]) -> np.ndarray:
+        return _write_file(directory / part[1], part[2], job)
+
+    files: dict[str, list[str]] = {split: [] for split in job.splits}
+    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in job.splits}
+    results = map_in_order(write, parts, job.threads)
+    for (split, file, _), added in zip(parts, results, strict=True):
         files[split].append(file)
         counts[split] += added
-    return {split: split_of(files[split], counts[split]) for split in splits}, counts
+    return {split: split_of(files[split], counts[split]) for split in job.splits}, counts
 
 
-def _write_file(
-    path: Path,
-    *,
-    generator: Generator,
-    rows: range,
-    tables: Sequence[Categorical],
-    seed: int,
-    progress: Progress,
-) -> np.ndarray:
+def _write_file(path: Path, rows: range, job: Job) -> np.ndarray:
+    generator, tables = job.generator, job.tables
     schema = pa.schema(
         [
             pa.field("label", pa.uint8(), nullable=False),
@@ -86,13 +91,13 @@ def _write_file(
             arrays = [pa.array(made.labels.cpu().numpy())]
             arrays += [pa.array(column) for column in generator.transformed(made).cpu().numpy()]
             arrays += [
-                id_array(ids, table, feature=feature, seed=seed)
+                id_array(ids, table, feature=feature, seed=job.seed)
                 for feature, (ids, table) in enumerate(zip(made.ids, tables, strict=True))
             ]
 
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), size)
             counts += tally(made)
-            progress(len(made.labels))
+            job.progress(len(made.labels))
     return counts
 
 
