@@ -107,7 +107,8 @@ class TrainStep:
 
         self.losses = RunningMean(self.device)
         self.last_loss: Tensor | None = None
-        self._one = torch.ones((), device=self.device)  # made once: it would be a launch a step
+        # Made once, as it would be a launch a step. On a CPU, PyTorch would import SymPy for it.
+        self._one = torch.ones((), device=self.device) if self.device.type == "cuda" else None
         self._side = side_stream_of(self.device)
         self._sorter = RowSorter(self.device)
         by_group = model.sparse_arch.feature_order.by_group
