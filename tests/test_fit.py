@@ -197,6 +197,11 @@ def test_a_table_may_have_an_odd_shape(frame, change):
         (None, {"columns": {"usr": "category"}}, "usr"),
         (None, {"validation": 1.5}, "validation is 1.5, it must be at least 0 and below 1"),
         (None, {"data": "x"}, "data is no option of fit: give the rows"),
+        (
+            None,
+            {"label": pd.Series([0, 1])},
+            r"label is 0    0 1    1 dtype: .* must be text",
+        ),
     ],
 )
 def test_mistakes_are_told_as_the_commands_tell_them(frame, change, options, text):
@@ -207,11 +212,11 @@ def test_mistakes_are_told_as_the_commands_tell_them(frame, change, options, tex
 
 
 def test_columns_are_described_and_an_index_is_not_lost_silently(frame, capsys, tmp_path):
-    table = frame.set_index("user")
+    table = frame.assign(day=1).set_index(["user", "day"])
     options = SMALL | {"progress": True}
     dlrm.fit(table, "clicked", **options, columns={"price": "drop"}, max_steps=1)
     printed = capsys.readouterr()
-    assert "note: the index 'user' is left out; reset_index() makes it a column" in printed.err
+    assert "note: the index 'user', 'day' is left out; reset_index() makes" in printed.err
     assert "price" in printed.out
     assert "AUC" in printed.out
     assert "dlrm-" not in printed.out, "the temporary directory says nothing to a user"

@@ -146,9 +146,9 @@ def _prepare(
     elif isinstance(rows, Sequence) and rows and all(isinstance(r, str | Path) for r in rows):
         inputs = list(rows)
     else:
-        if getattr(getattr(rows, "index", None), "name", None) is not None:
-            name = rows.index.name
-            print_error(f"note: the index {name!r} is left out; reset_index() makes it a column")
+        levels = getattr(getattr(rows, "index", None), "names", ())  # of a DataFrame
+        if names := ", ".join(repr(name) for name in levels if name is not None):
+            print_error(f"note: the index {names} is left out; reset_index() makes it a column")
         pq.write_table(pa.Table.from_batches([as_batch(rows)]), file)
         inputs = [file]
 

@@ -145,8 +145,8 @@ def json_values(text: str) -> int:
 
 
 def shown(value: object) -> str:
-    """``repr(value)`` for an error message: its beginning, if it is long."""
-    text = repr(value)
+    """``repr(value)`` in one line for an error message: its beginning, if it is long."""
+    text = " ".join(repr(value).splitlines())
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,7 @@ class LabelRule:
         optional = "" if required else "correct it, or leave the column out: scores need no label"
         if self.positive is None:
             rule = "it must be 0 or 1 (false or true), as a model has one binary label"
-            hint = "say which values count as 1, as in --label 'rating >= 4' or --positive yes"
-            return _mapped(array, name, LABELS, rule, optional or hint)
+            return _mapped(array, name, LABELS, rule, optional or None)
 
         ones = dict.fromkeys(map(_plain, self.positive), 1)
         if self.negative is None or ALL_OTHERS in self.negative:
@@ -177,14 +177,12 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
         )
 
     # With several, only the user can say, by a list or by a comparison.
-    seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
-    seen += ["..."] if len(counts) > MOST_SHOWN else []
     comparison = COMPARISON.fullmatch(f"{name} {positive[0]}")
     instead = comparison[0] if comparison else f"{name} == {positive[0]}"
     remedy = f'set negative: "{ALL_OTHERS}"' if len(positive) > 1 else f"use --label {instead!r}"
     raise ValueError(
         f"label {name!r}: {_listed(positive)} counts as 1, but the first rows hold "
-        f"{', '.join(seen) or 'no label'}, and a model has one binary label; list the values that "
+        f"{_counted(counts) or 'no label'}, and a model has one binary label; list the values that "
         f"count as 0 with negative: in the YAML, or {remedy} if all others do"
     )
 
@@ -204,10 +202,13 @@ def _mapped(
     name: str,
     codes: Mapping[str, int],
     rule: str,
-    hint: str,
+    hint: str | None,
     other: int | None = None,
 ) -> pa.Array:
-    """The code of each value, ``other`` if it has none."""
+    """The code of each value, ``other`` if it has none.
+
+    Without a ``hint``, an error says how to choose the values of a label that count as 1.
+    """
     array = encoded(array, name)
     texts = as_texts(array.dictionary, name).fill_null("").to_pylist()
     found = [codes.get(_plain(text), other if text else None) for text in texts]
@@ -218,11 +219,42 @@ def _mapped(
     if result.null_count:
         rows = np.flatnonzero(result.is_null())
         index = array.indices[rows[0]].as_py()
+        hint = _which_are_positive(array, texts, name) if hint is None else hint
         problem = f"the value is {shown(array[rows[0]].as_py())}; {rule}: {hint}"
         if index is None or not texts[index]:
             problem = f"the value is missing; {rule}: leave out rows without it"
         raise BadValue(name, rows, problem)
     return result
+
+
+def _which_are_positive(array: pa.Array, texts: Sequence[str], name: str) -> str:
+    """How to say which values of a label count as 1, for those of some rows.
+
+    Args:
+        array: the label, with a dictionary.
+        texts: its dictionary.
+        name: its name.
+    """
+    counts: Counter[str] = Counter()
+    for pair in pc.value_counts(array.indices.drop_null()).to_pylist():
+        counts[texts[pair["values"]].strip()] += pair["counts"]
+    del counts[""]
+
+    # One of two texts, a number from a middle one on, or one of several texts.
+    option = ["--positive", max(counts)]
+    if len(counts) != 2:
+        try:
+            ordered, operator = sorted(counts, key=float), ">="
+        except ValueError:
+            ordered, operator = sorted(counts), "=="
+        option = ["--label", f"{name} {operator} {ordered[len(ordered) // 2]}"]
+    return f"these rows hold {_counted(counts)}; say which count as 1, as with {shlex.join(option)}"
+
+
+def _counted(counts: Counter[str]) -> str:
+    """The most frequent values, with their counts."""
+    seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
+    return ", ".join(seen + ["..."] * (len(counts) > MOST_SHOWN))
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,7 @@ import csv
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
     "and write it with DataFrame.to_parquet",
     b"BZh": f"packed with bzip2{PACKED}",
     b"\xfd7zXZ": f"packed with xz{PACKED}",
+    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
     b"ARROW1": "a Feather file; write it with DataFrame.to_parquet",
     (b"Obj\1", b"\x89HDF", b"SQLite format 3", b"\x93NUMPY"): "a file of Avro, HDF5, SQLite or "
     "NumPy; write its rows as Parquet or CSV",
@@ -167,7 +168,8 @@ class RawFile:
 
 def with_plain_types(rows: pa.RecordBatch) -> pa.RecordBatch:
     """The same rows, with plain texts and bytes in place of views of them, and no half floats;
-    UUIDs as texts, and other types that extend one as that.
+    UUIDs as texts, other keys of a fixed length as hexadecimal ones, and types that extend one as
+    that.
     """
     columns = [_plain(column) for column in rows.columns]
     return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
@@ -180,14 +182,21 @@ def _plain(column: pa.Array) -> pa.Array:
             return values.take(column.indices)
         return pa.DictionaryArray.from_arrays(column.indices, values)
     if column.type == pa.uuid():
-        keys = column.storage.dictionary_encode()
-        texts = [str(UUID(bytes=key)) for key in keys.dictionary.to_pylist()]
-        return pa.DictionaryArray.from_arrays(keys.indices, pa.array(texts, pa.string()))
+        return _written_out(column.storage, lambda key: str(UUID(bytes=key)))
+    if pa.types.is_fixed_size_binary(column.type):
+        return _written_out(column, bytes.hex)
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
     if is_list(column.type) and (entries := PLAIN_TYPES.get(column.type.value_type)):
         return column.cast(pa.large_list(entries))
     return column.cast(PLAIN_TYPES.get(column.type, column.type))
+
+
+def _written_out(keys: pa.Array, write: Callable[[bytes], str]) -> pa.Array:
+    """Keys of bytes as texts."""
+    coded = keys.dictionary_encode()
+    texts = pa.array(map(write, coded.dictionary.to_pylist()), pa.string())
+    return pa.DictionaryArray.from_arrays(coded.indices, texts)
 
 
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:

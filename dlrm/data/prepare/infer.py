@@ -31,7 +31,7 @@ from .kinds import (
 )
 from .plan_summary import format_plan
 from .text_formats import CsvPart
-from .values import decoded, is_text, without_texts
+from .values import decoded, is_text, type_name, without_texts
 
 SAMPLE_BYTES = 4 << 20
 WIDE = 500  # columns; the first rows of more columns are more bytes
@@ -72,7 +72,7 @@ def plan_columns(
             columns.append(_column(name, parts, own, options, untyped=untyped))
         except NoFeatureError as error:
             useless[name] = str(error)
-            found = _type_name(parts[0][0].type)
+            found = type_name(parts[0][0].type)
             columns.append(Column(name=name, found=found, why=str(error), options=_USELESS))
 
     # What is wrong with all of them together.
@@ -185,7 +185,7 @@ def _column(
         size=own.size or inferred.size,
         **asdict(inferred.marks) if inferred.marks else {},
     )
-    found = _type_name(values[0].type)
+    found = type_name(values[0].type)
     filled = _filled(own, values[0], options)
     return Column(name=name, found=found, why=inferred.why, options=filled)
 
@@ -242,7 +242,10 @@ def _sample(
     file: RawFile, skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
 ) -> pa.RecordBatch:
     wide = max(1, len(file.names) // WIDE)  # so that there are many rows of many columns, too
-    part = next(file.parts(SAMPLE_BYTES * wide), None)
+    part = None
+    for part in file.parts(SAMPLE_BYTES * wide):
+        if isinstance(part, ParquetPart) or part.data:  # more than a header before a long row
+            break
     if part is None:  # Parquet without rows
         return pa.RecordBatch.from_pylist([], pq.read_schema(file.path))
     try:
@@ -316,10 +319,6 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
         cap=own.cap or options.cap,
         hash=own.hash or options.hash,
     )
-
-
-def _type_name(kind: pa.DataType) -> str:
-    return {"null": "missing", "string": "text", "large_string": "text"}.get(str(kind), str(kind))
 
 
 def read_types(

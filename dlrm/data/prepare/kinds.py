@@ -16,7 +16,7 @@ from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .column_options import yaml_line
 from .number_texts import PLAIN, Marks, find_marks
-from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_text, times
+from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_text, times, type_name
 
 FEW_VALUES = 20
 EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids
@@ -86,9 +86,11 @@ def find_kind(
         sizes = pc.unique(pc.list_value_length(sample.drop_null())).to_pylist()
         if is_number(entries) and len(sizes) == 1 and sizes[0]:
             return InferredKind(kind="vector", why=f"lists of {sizes[0]} numbers", size=sizes[0])
-        raise NoFeatureError(f"{kind}, and a list holds texts, integers, or always as many numbers")
+        rule = "a list holds texts, integers, or always as many numbers"
+        raise NoFeatureError(f"{type_name(kind)}, and {rule}")
     if pa.types.is_nested(kind):
-        raise NoFeatureError(f"{kind}, to be taken apart first, as pandas.json_normalize does")
+        remedy = "to be taken apart first, as pandas.json_normalize does"
+        raise NoFeatureError(f"{type_name(kind)}, {remedy}")
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return InferredKind(kind="time", why="times")
     if pa.types.is_boolean(kind):

@@ -182,6 +182,12 @@ def encoded(array: pa.Array, name: str) -> pa.Array:
     return array if pa.types.is_dictionary(array.type) else array.dictionary_encode()
 
 
+def type_name(kind: pa.DataType) -> str:
+    """What a user reads of a type: cut short, as a struct may have any number of parts."""
+    name = {"null": "missing", "string": "text", "large_string": "text"}.get(str(kind), str(kind))
+    return name if len(name) <= 60 else f"{name[:60]}..."
+
+
 def is_number(kind: pa.DataType) -> bool:
     """Whether a column of this type holds numbers."""
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)

@@ -151,6 +151,7 @@ def test_no_column_is_dropped_silently(tmp_path, capsys):
     rows = {"label": [0, 1] * 100, "c": ["a", "b"] * 100}
     for values, reason in (
         ([{"a": 1}] * 200, "struct.*as pandas.json_normalize does"),
+        ([{f"a{i}": 1 for i in range(50)}] * 200, r"struct<a0: int64, .{42}\.\.\., to be taken"),
         ([[1.5], []] * 100, "list<.*double>"),
         (list(range(200)), "counts the rows: 0, 1, 2"),
     ):
@@ -286,6 +287,7 @@ def test_a_quote_that_is_never_closed(tmp_path, rest, end):
         ("a.csv", b"label,price\r1,2\r", r"lines end with a carriage return alone; .* tr '"),
         ("a.h5", b"\x89HDF\r\n", "is a file of Avro, HDF5, SQLite or NumPy; write its rows as"),
         ("rows.feather", b"ARROW1\0\0", "is a Feather file; write it with DataFrame.to_parquet"),
+        ("a.csv", b"PAR1\x15\x80", "is a Parquet file; give it a name that ends in .parquet"),
         ("rows.csv", b"label^price\n1^2\n", r"if these are several columns, .* delimiter: in th"),
     ],
 )
@@ -293,6 +295,15 @@ def test_files_of_other_kinds_are_named(tmp_path, name, start, text):
     (tmp_path / name).write_bytes(start)
     with pytest.raises(ValueError, match=text):
         plan_rows(tmp_path / name)
+
+
+def test_a_row_longer_than_the_first_rows_is_not_taken_for_none(tmp_path, monkeypatch):
+    """It was said that the file has no rows."""
+    monkeypatch.setattr("dlrm.data.prepare.infer.SAMPLE_BYTES", 1000)
+    path = tmp_path / "rows.csv"
+    path.write_text("label,text\n0," + "a" * 2000 + "\n1,b\n" * 50)
+    with pytest.raises(ValueError, match=r"rows.csv: no line end in 1,000 bytes"):
+        plan_rows(path)
 
 
 @pytest.mark.parametrize("given", [{}, {"delimiter": "::"}])

@@ -296,10 +296,13 @@ def test_types_that_extend_others(tmp_path):
     key = uuid.uuid4()
     flags = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0] * 50, pa.int8()))
     keys = pa.array([key.bytes, None] * 50, pa.uuid())
-    prepare(tmp_path, {"label": [0, 1] * 50, "key": keys, "flag": flags}, **ALL_TRAIN)
-    for name, values in {"key": {str(key), "", None}, "flag": {"0", "1", None}}.items():
+    digests = pa.array([b"\xff\0", b"ok"] * 50, pa.binary(2))
+    columns = {"label": [0, 1] * 50, "key": keys, "flag": flags, "digest": digests}
+    prepare(tmp_path, columns, **ALL_TRAIN)
+    wanted = {"key": {str(key), ""}, "flag": {"0", "1"}, "digest": {"ff00", "6f6b"}}
+    for name, values in wanted.items():
         vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / f"{name}.parquet")
-        assert set(vocabulary["value"].to_pylist()) == values
+        assert set(vocabulary["value"].to_pylist()) == values | {None}
     cut = pa.array(pd.cut([0.0, 1.0], 2))
     assert as_batch(pa.table({"x": cut})).schema.types[0].num_fields == 2
 

@@ -1,5 +1,7 @@
 """Labels of a table: which values count as 1, which as 0, and that no other does so silently."""
 
+import shlex
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -84,6 +86,30 @@ def test_a_third_value_later_on_names_its_row_or_is_skipped(tmp_path, monkeypatc
         prepare(path, tmp_path, positive="yes", block_bytes=200)
     found, _ = prepare(path, tmp_path, positive="yes", bad_rows="skip-all")
     assert found == [1, 0, 0] * 100 + [1, 0]
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("values", "seen", "advice"),
+    [
+        (["no", "yes", "no"], "'no' (40), 'yes' (20)", "--positive yes"),
+        (["1", "2", "2"], "'2' (40), '1' (20)", "--positive 2"),
+        (["-1", "1", "1"], "'1' (40), '-1' (20)", "--positive 1"),
+        (["did not", "did so", "did so"], "'did so' (40), 'did not' (20)", "--positive 'did so'"),
+        (["3", "4", "5"], "'3' (20), '4' (20), '5' (20)", "--label 'bought >= 4'"),
+        (["0.5", "-2.5", "10.5"], "'0.5' (20), '-2.5' (20)", "--label 'bought >= 0.5'"),
+        (["c", "b", "a"], "'c' (20), 'b' (20), 'a' (20)", "--label 'bought == b'"),
+    ],
+)
+def test_other_labels_are_listed_with_advice_that_works(tmp_path, form, values, seen, advice):
+    path = write(tmp_path, values * 20, form)
+    with pytest.raises(ValueError, match=r"row [12], column 'bought': .* label") as error:
+        prepare(path, tmp_path)
+    message = str(error.value)
+    assert f"these rows hold {seen}" in message
+    assert message.endswith(f"say which count as 1, as with {advice}")
+    option, value = shlex.split(advice)
+    assert {0, 1} == set(prepare(path, tmp_path, **{option.removeprefix("--"): value})[0])
 
 
 def test_texts_are_compared_as_they_are_written(tmp_path):
@@ -202,7 +228,6 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
         (["1", "2", "3"], {"label": "bought > 3"}, r"all 60 labels are 0 \(.*'bought', 1 if > 3\)"),
         (["1", "2", "3"], {"positive": ">= 2"}, "use --label 'bought >= 2' if all others do"),
         (["1", "2", "3"], {"positive": "9", "negative": "*"}, "all 60 labels are 0"),
-        (["3", "4", "5"], {}, "a model has one binary label: say which .* --label 'rating >= 4'"),
     ],
 )
 def test_labels_that_can_not_be_made(tmp_path, values, options, message):
