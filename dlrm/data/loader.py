@@ -224,12 +224,6 @@ class BatchLoader:
 
         # Windows that were chosen by default are those of the saved order.
         here, there = self._order(), state["order"]
-        if self.shuffle and there.get("shuffle") and "windows" not in there:
-            raise ValueError(
-                f"the state of the {self.split!r} loader is of an older version, which shuffled in "
-                "another order, and cannot be continued: start a new run, with --init_from to keep "
-                "the trained weights"
-            )
         if not self._fixed_window and there.get("windows") is not None:
             here["windows"] = there["windows"]
 

@@ -82,12 +82,13 @@ def make_table_plan(
     num_embeddings = [num_embeddings[feature] for feature in features]
 
     options, kinds = options or {}, kinds or {}
+    _check_names(names, kind, kinds, options)
     if kind == AUTO and budget is None:
         raise ValueError("--emb auto needs a budget: set --budget 20MB or --budget 100x")
     if budget is not None and kinds:
         raise ValueError("budget and tables.kinds exclude each other: drop one of them")
-    _check_names(names, kind, kinds, options)
 
+    # The tables to compress; all others stay dense.
     if threshold is None:
         threshold = THRESHOLD if budget is None else 0
     chosen = _select(num_embeddings, threshold, largest)
@@ -95,20 +96,14 @@ def make_table_plan(
     for table, name in enumerate(names):
         own = kinds.get(name, kind if table in chosen else "dense")
         plan.append((own, options_of_table(name, options.get(own, {}))))
-
-    for name, rows, (own, _) in zip(names, num_embeddings, plan, strict=True):
-        if rows >= MANY_IDS and (own == AUTO or not available()[own].any_ids):
-            raise ValueError(
-                f"the ids of {name} are hashes, for which --emb {own} has no table: set --emb "
-                "dynamic, or prepare the data with --ids vocabulary"
-            )
+    _require_known_ids(names, num_embeddings, plan)
     if not ordered:
         _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
 
     def of_chosen(every: Sequence[Any] | None) -> Sequence[Any] | None:
         return every and [every[features[table]] for table in chosen]
 
-    # Dense tables take their bytes first.
+    # Dense tables take their bytes of a budget first.
     left = 0
     if budget is not None:
         left = _left_of(budget, chosen, num_embeddings, embedding_dim, dtype)
@@ -126,6 +121,18 @@ def make_table_plan(
 
     entries = dict(zip(features, plan, strict=True))
     return [entries.get(f, (SHARED, {"with": owner})) for f, owner in enumerate(owners)]
+
+
+def _require_known_ids(
+    names: Sequence[str], num_embeddings: Sequence[int], plan: TablePlan
+) -> None:
+    """Raise for kinds that have a row for each id, of which nobody knows how many there are."""
+    for name, rows, (kind, _) in zip(names, num_embeddings, plan, strict=True):
+        if rows >= MANY_IDS and (kind == AUTO or not available()[kind].any_ids):
+            raise ValueError(
+                f"the ids of {name} are hashes, for which --emb {kind} has no table: set --emb "
+                "dynamic, or prepare the data with --ids vocabulary"
+            )
 
 
 def _require_any_order(kinds: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a checkpoint
 PREPARATION = "preparation"  # what raw rows are prepared with
-LATEST, BEST = "latest", "best"  # name checkpoints of the index; once links to them
+LATEST, BEST = "latest", "best"  # name checkpoints of the index
 LOCK, HOLDER = ".lock", ".lock.json"
 OLD_ABOUT = "about.pt"  # of earlier versions, which pickled
 

@@ -172,19 +172,6 @@ def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done):
     np.testing.assert_array_equal(order(second, 3), next_epoch)
 
 
-def test_refuses_the_state_of_older_versions(data):
-    loader = BatchLoader(data, "train", batch_size=10, shuffle=True)
-    state = loader.state_dict()
-    state["order"] = {k: v for k, v in state["order"].items() if k != "windows"} | {"window": 8}
-    with pytest.raises(ValueError, match=r"older version, which shuffled in .* --init_from"):
-        loader.load_state_dict(state)
-    in_order = BatchLoader(data, "train", batch_size=10)
-    state = in_order.state_dict()
-    del state["order"]["windows"]
-    in_order.load_state_dict(state | {"position": 10})  # the order of the file is what it was
-    assert next(iter(in_order)).dense[0, 0] == 10
-
-
 def test_a_device_reads_a_single_window_once(data, monkeypatch):
     read, reads = RowGroupReader.read, []
 

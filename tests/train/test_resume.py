@@ -13,7 +13,7 @@ import yaml
 from pyarrow import parquet
 
 from dlrm.data import synthetic
-from dlrm.training.checkpoint import load_model, read_index
+from dlrm.training.checkpoint import read_index
 from dlrm.training.run_directory import RunLock, resume_hint
 from tests.kit import first, wait_for
 
@@ -103,29 +103,6 @@ def test_of_two_runs_to_resume_the_last_goes_on_with_its_own_options(
     run("train", *both, "--max_steps", "4")
     resolved = yaml.safe_load((tmp_path / "last" / "config.yaml").read_text())
     assert resolved["optim"]["lr"] == 0.02
-
-
-@pytest.mark.parametrize("way", ["links", "texts", "directories", "absent"])
-def test_a_run_of_an_earlier_version_goes_on(way, run, two_steps, result, tmp_path):
-    """It has links, text files or copies of directories in place of the index, or nothing."""
-    whole, old = tmp_path / "whole", tmp_path / "old"
-    for copy in (whole, old):
-        shutil.copytree(two_steps, copy)
-    index, directory = read_index(old), old / "checkpoints"
-    (directory / "index.json").unlink()
-    for link, entry in (("latest", index.latest), ("best", index.best)):
-        if way == "links":
-            (directory / link).symlink_to(entry.name)
-        elif way == "texts":
-            (directory / link).write_text(entry.name)
-        elif way == "directories":
-            shutil.copytree(directory / entry.name, directory / link)
-    assert load_model(old)[1].steps == load_model(whole)[1].steps  # the best one
-    for copy in (whole, old):
-        run("train", "--resume", copy, "--max_steps", "4")
-    assert result(old)["test/auc"] == result(whole)["test/auc"]
-    assert read_index(old) == read_index(whole)
-    assert (directory / "latest").exists() == (way == "directories")
 
 
 NAMES = [".lock", ".lock.json", ".lock.json.tmp", "config.yaml", "config.yaml.tmp", "metrics.jsonl"]

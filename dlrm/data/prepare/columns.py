@@ -190,8 +190,7 @@ class ColumnPlan:
         Raises:
             ValueError: the content is something else.
         """
-        options = {"rates": False, **content["options"]}  # not in those of earlier versions
-        return validate(cls, {**content, "options": options})
+        return validate(cls, dict(content))
 
 
 def _features(columns: Sequence[Column]) -> Iterator[Feature]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...utils.atomic import atomic_write
 from ..parquet import reason, whole_table
 from .keys import hex_keys, hex_strings, sort_keys
-from .text_hashes import hash_texts, plain_bools
+from .text_hashes import hash_texts
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
 # Both are far faster than a loader needs, so take the smaller one.
@@ -177,8 +177,6 @@ class Vocabulary:
         there = table.schema.names
 
         values = table["value"].combine_chunks()
-        if not hexadecimal:
-            values = plain_bools(values)  # of an earlier version
         oov_id = pc.index(values.is_null(), True).as_py()
         return cls(
             values=values,

@@ -13,9 +13,9 @@ from dlrm.training.checkpoint.index import (
     Entry,
     Index,
     best_known_to,
-    old_index,
     read_index,
     read_manifest,
+    rebuilt_index,
 )
 from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST
 
@@ -87,10 +87,10 @@ def choose(path: Path, best: bool) -> Choice | Exception:
 def _index_of(run: Path, damage: dict[str, str]) -> Index:
     """The index of a run, or what its checkpoints say if it has none that can be read."""
     try:
-        return read_index(run) or old_index(run)
+        return read_index(run) or rebuilt_index(run)
     except (ValueError, OSError) as error:
         damage[str(run / CHECKPOINTS / INDEX)] = reason(error)
-        return old_index(run)
+        return rebuilt_index(run)
 
 
 def _best_of(run: Path, index: Index) -> Entry | None:

@@ -87,8 +87,8 @@ def write_index(run: Path, index: Index) -> None:
     sync_directory(directory)
 
 
-def old_index(run: Path) -> Index:
-    """The index that a run would have: of an earlier version, or one whose index was lost.
+def rebuilt_index(run: Path) -> Index:
+    """The index of a run that has lost it.
 
     The newest checkpoint that can be read knows which one was the best when it was written.
     """

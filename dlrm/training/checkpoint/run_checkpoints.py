@@ -29,7 +29,7 @@ from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.checkpoint.writer import CheckpointWriter
 from dlrm.training.loaders import TrainingData
-from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
+from dlrm.training.run_directory import CHECKPOINTS, RunLock
 from dlrm.utils.messages import print_error
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
@@ -135,9 +135,6 @@ class RunCheckpoints:
         if job is not None or self.resumed:
             self.writer.index = replace(self.writer.index, job=job)
             write_index(self.directory, self.writer.index)
-            for old in (directory / LATEST, directory / BEST):
-                if old.is_symlink() or old.is_file():  # of an earlier version
-                    old.unlink()
 
     def release(self) -> None:
         """Let other processes write to the run, when what is being written is on disk."""

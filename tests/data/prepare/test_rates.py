@@ -1,6 +1,5 @@
 """Counts and rates of ids: of earlier rows for training rows, of all training rows for others."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -176,16 +175,12 @@ def test_later_rows_count_on_if_they_are_learned(tmp_path, grow):
     np.testing.assert_allclose(val[list(rate_names("city"))], wanted, atol=1e-6)
 
 
-def test_without_rates_and_as_earlier_versions_prepared(tmp_path):
+def test_without_rates(tmp_path):
     train, *_ = prepare(rows(4), tmp_path / "data", rates=False)
     assert not {*NAMES} & {*train.columns}
     assert (
         "positives" not in pq.read_schema(tmp_path / "data" / "vocabulary" / "city.parquet").names
     )
-    path = tmp_path / "data" / "transform.json"
-    content = json.loads(path.read_text())
-    del content["options"]["rates"]
-    path.write_text(json.dumps(content))
     raw = pa.RecordBatch.from_pandas(rows(5), preserve_index=False)
     assert not {*NAMES} & {*Transform.load(tmp_path / "data").apply(raw).schema.names}
 
