@@ -205,6 +205,7 @@ class DLRM(nn.Module):
         self.sparse_arch = SparseArch(
             num_embeddings, embedding_dim, plan, dtype=tables_dtype, sharding=sharding
         )
+
         self.register_buffer("calibration", torch.tensor([1.0, 0.0]))
         self.calibration: Tensor  # scale and shift of the logits, except in training
 

@@ -302,6 +302,7 @@ def parser() -> Parser:
         "table stands for all of them. error: the file is refused",
     )
 
+    # Later files.
     made.add_argument(
         "--tables-of",
         type=path_arg,

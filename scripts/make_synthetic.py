@@ -71,6 +71,8 @@ PRESETS = {
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the program with status 2 for a wrong one."""
     parser = Parser(__doc__)
+
+    # The kind of data, and where.
     what = "directory to create; it must not contain anything"
     parser.add_argument("--output", type=path_arg, required=True, metavar="DIR", help=what)
     parser.add_argument(
@@ -140,6 +142,8 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
     columns = profiles()[preset.profile].categorical
     sizes = args.cardinalities or [column.cardinality for column in columns]
     bag_sizes = args.bag_sizes or (None if args.cardinalities else preset.bag_sizes)
+
+    # A file of Criteo has 26 columns of one id.
     tsv = args.format == "tsv"
     if tsv and bag_sizes:
         raise ValueError("a Criteo TSV file has one id in a column: write bags as Parquet")
@@ -148,6 +152,7 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
             f"there are {len(sizes)} cardinalities, but a Criteo TSV file has {len(columns)} "
             "columns C1..C26; write Parquet for another number"
         )
+
     with tqdm(total=rows, unit="row", unit_scale=True, disable=None) as bar:
 
         def progress(done: int) -> None:

@@ -69,6 +69,7 @@ def evaluate(options: Namespace) -> None:
             f"in training; in data prepared with columns: {{{options.group}: pass}} new ones are"
         )
     result = {"split": split, "rows": trained.loader.rows, **values}
+
     if options.importance:
         found = trained.importance(options.importance, options.seed)
         result["importance"] = {name: finite(own) for name, own in found.items()}

@@ -62,6 +62,7 @@ def classification(
     entropy = float("nan")
     if 0.0 < base < 1.0:
         entropy = -(base * math.log(base) + (1 - base) * math.log1p(-base))
+
     ties = Ties.of(logits, labels, weights)
     return {
         "auc": roc_area(ties),

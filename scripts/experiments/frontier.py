@@ -79,13 +79,10 @@ def arguments() -> Parser:
     ratios = [2, 10, 30, 100, 300, 1000]
     add("--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios")
 
+    # Learning rates of the embeddings, to be chosen or known.
     add("--rates", nargs="+", type=positive_arg, help="learning rates to choose from")
-    add(
-        "--rates-at",
-        type=positive_arg,
-        default=10,
-        help="compression ratio at which the learning rates are chosen",
-    )
+    at = "compression ratio at which the learning rates are chosen"
+    add("--rates-at", type=positive_arg, default=10, help=at)
     add("--validation", help="prepared directory with a validation split")
 
     add(
@@ -315,6 +312,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
     rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)
 
+    # All runs, by name.
     options_of: dict[str, list[str]] = {}
     data_of: dict[str, Path] = {}
     for name, path in data.items():

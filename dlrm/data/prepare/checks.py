@@ -78,12 +78,15 @@ def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object, *, lea
     Raises:
         ValueError: there are no rows, or more than half of them do not fit.
     """
+    # Some rows, or none on a quiet day.
     bad, rows = spilled.bad, spilled.rows + spilled.bad.count
     if not rows and not learns:
         print_error(f"note: {source} has no rows, and so has the result")
         return
     if not rows:
         raise ValueError(f"{source} has no rows; give a table that has some")
+
+    # Few of them may be left out.
     share = bad.count / rows
     if share <= SKIPPED_WARNING or (bad_rows == "skip-all" and spilled.rows):
         return

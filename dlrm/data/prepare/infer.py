@@ -309,6 +309,8 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
         return replace(own, parts=own.parts or (PARTS[1:] if dates else PARTS))
     if own.kind not in ("category", "list"):
         return own
+
+    # Values that get ids.
     separator = own.separator
     if own.kind == "list" and separator is None and is_text(sample.type):
         separator = find_separator(sample)[0] or "|"

@@ -134,12 +134,14 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return InferredKind(kind="time", why=why, format=form)
     if untyped and (found := find_written_number(name, sample)):
         return found
+
     separator, sure = find_separator(sample)
     if separator and sure:
         where = "in brackets" if len(separator) > 1 else f"with {separator!r} between entries"
         why = f"texts {where}{_alternative(name, 'category')}"
         return InferredKind(kind="list", why=why)
 
+    # A category, with what else it may be.
     why = f"texts, {_often(sample)}"
     if not untyped and (found := find_written_number(name, sample)) and found.marks:
         marks = {mark: text for mark, text in asdict(found.marks).items() if text}

@@ -254,6 +254,7 @@ class Learner:
         before = np.zeros(size, np.int64)
         if self.earlier is not None:
             before = Rates.of(made, vocabulary).positives
+
         if self.learns:
             for block, ids in zip(self.blocks, self.ids_of_entries(index, feature), strict=True):
                 rows = self.splitter.training(block)

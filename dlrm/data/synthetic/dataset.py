@@ -134,6 +134,7 @@ def write(
     Raises:
         ValueError: an option is out of range, or ``directory`` is not empty.
     """
+    # The columns.
     made = Recipe(**recipe)
     profile = _profile(made.like)
     categorical = _columns(profile, made.cardinalities)
@@ -152,6 +153,7 @@ def write(
             device=torch.device(made.device or ("cuda" if torch.cuda.is_available() else "cpu")),
             drift=made.drift,
         )
+
         job = Job(
             generator=generator,
             splits=made.splits(),
@@ -162,6 +164,7 @@ def write(
         )
         splits, counts = writer(temporary, job)
 
+        # How good the true probabilities are on the labels that were drawn.
         probabilities = generator.label_model.probabilities
         meta = Meta(
             dense=tuple(column.name for column in profile.dense),

@@ -82,6 +82,8 @@ def _write_file(path: Path, rows: range, job: Job) -> np.ndarray:
             *map(id_field, tables),
         ]
     )
+
+    # A row group at a time.
     multi_hot = any(table.multi_hot for table in tables)
     counts, size = np.zeros((2, BINS), dtype=np.int64), group_rows(tables)
 
