@@ -3,7 +3,6 @@
 DLRM_TRIALS=100:200 draws other models than the few of every run: those of the seeds 100 to 199.
 """
 
-import contextlib
 import os
 import random
 from typing import Any
@@ -20,7 +19,6 @@ from dlrm.optim import RULES, RowOptimizer
 from dlrm.training.step import TrainStep
 
 SEEDS = range(*map(int, os.environ.get("DLRM_TRIALS", "0:6").split(":")))
-GPU_COMPILES, CPU_COMPILES = 6, 40  # one model in so many, since that takes long
 DTYPES = ("fp32", "bf16", "int8", "int4")
 
 
@@ -167,21 +165,14 @@ def score_in_fp64(case: dict[str, Any], model: DLRM, batch: Batch) -> torch.Tens
     return dense(batch.dense.double(), batch.ids, batch.offsets, batch.bounds)
 
 
-def without_compiling():
-    """Compiling takes longer than all else."""
-    return torch._dynamo.config.patch(disable=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_model_trains_on_a_gpu_as_on_a_cpu(seed):
-    """As it runs by default, captured, and with every sixth compiled."""
+    """Eagerly, and as it runs by default, captured."""
     case = draw(seed)
-    with without_compiling():
-        expected, _ = train(case, "cpu", "eager")
-        eager, _ = train(case, "cuda", "eager")
-    with contextlib.nullcontext() if seed % GPU_COMPILES == 0 else without_compiling():
-        captured, _ = train(case, "cuda", "graph")
+    expected, _ = train(case, "cpu", "eager")
+    eager, _ = train(case, "cuda", "eager")
+    captured, _ = train(case, "cuda", "graph")
     noise = 1e-3 if case["dtype"] == "fp32" else 1e-2  # of rows that are rounded elsewhere
     assert eager == pytest.approx(expected, rel=noise, abs=2e-4), case
     assert captured == pytest.approx(eager, rel=noise, abs=2e-4), case
@@ -189,15 +180,12 @@ def test_a_random_model_trains_on_a_gpu_as_on_a_cpu(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_model_trains_alike_in_every_mode(seed, recorded_on_a_cpu):
-    """On a CPU: eagerly, as a captured step does, and compiled; and dense tables score the same."""
+    """On a CPU: eagerly, and as a captured step does; and dense tables score the same."""
     case = draw(seed)
     expected, model = train(case, "cpu", "eager")
     assert torch.tensor(expected).isfinite().all(), case
     captured, _ = train(case, "cpu", "eager", recorded_on_a_cpu)
     assert captured == pytest.approx(expected, rel=1e-5, abs=1e-6), case
-    if seed % CPU_COMPILES == 39:
-        compiled, _ = train(case, "cpu", "compile")
-        assert compiled == pytest.approx(expected, rel=1e-3, abs=2e-4), case
 
     batch = make_batches(case)[0]
     with torch.no_grad():

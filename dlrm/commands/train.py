@@ -35,7 +35,7 @@ from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.fine_tuning import Trained, auc_lost, fit, rates_after_fit
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import RunLoaders
-from dlrm.training.modes import import_compiler, seed_dropout
+from dlrm.training.modes import hash_ahead, seed_dropout
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
@@ -62,7 +62,7 @@ class Run:
         self.world = world
         self.silent = silent or not world.first
         device = world.join(pick_device(config.device))
-        compiler = import_compiler(device, config.step)
+        hashing = hash_ahead(device)
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
         keep, period = config.keep_checkpoints, config.checkpoint_every
         self.checkpoints = RunCheckpoints(new, config.resume, world, keep=keep, every=period)
@@ -92,7 +92,7 @@ class Run:
 
         optimizers, odds = build_optimizers(config.optim, self.model), weight_odds(config, meta)
         self.schedule = Schedule(optimizers, **config.optim.schedule)
-        compiler.join()
+        hashing.join()
         self.step = TrainStep(
             self.model,
             optimizers,

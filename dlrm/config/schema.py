@@ -300,9 +300,9 @@ class RunConfig:
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the matrix products in the MLPs and the interaction: fp32, tf32 (on GPUs) or
     bfloat16."""
-    step: Literal["auto", "eager", "compile", "graph"] = "auto"
-    """How a step runs: eager, with compiled MLPs on a CPU, or captured as a CUDA graph. auto is
-    graph if all tables are on one GPU, and eager elsewhere."""
+    step: Literal["auto", "eager", "graph"] = "auto"
+    """How a step runs: eager, or captured as a CUDA graph. auto is graph if all tables are on one
+    GPU, and eager elsewhere."""
     deterministic: bool = False
     """Give the same bits for the same seed on a GPU too, at some cost in speed."""
     device: str = "auto"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.compiler import set_stance
 
 from dlrm.data.batch import Batch
 from dlrm.training.ranking import Ties, precision_recall_area, roc_area
@@ -172,7 +169,7 @@ def predict(
     try:
         for batch in batches:
             device = batch.labels.device.type
-            with torch.autocast(device, torch.bfloat16, bf16), _eager():
+            with torch.autocast(device, torch.bfloat16, bf16):
                 logits.append(model(batch.dense, batch.ids, batch.offsets).float())
             labels.append(batch.labels)
             if batch.weights is not None:
@@ -182,12 +179,6 @@ def predict(
     if not logits:
         return torch.zeros(0), torch.zeros(0)
     return tuple(torch.cat(parts) for parts in (logits, labels, weights) if parts)
-
-
-def _eager() -> AbstractContextManager[object]:
-    """Run compiled modules eagerly. Without PyTorch's compiler, whose import takes a second, there
-    are none."""
-    return set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:

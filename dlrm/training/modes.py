@@ -1,10 +1,9 @@
-"""How a training step runs: eager, compiled or captured; its precision; deterministic or not."""
+"""How a training step runs: eager or captured; its precision; deterministic or not."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from importlib import import_module
 from threading import Thread
 
 import numpy as np
@@ -14,13 +13,12 @@ from dlrm.kernels import hash_triton
 from dlrm.model import DLRM
 from dlrm.utils.messages import did_you_mean
 
-MODES = ("auto", "eager", "compile", "graph")
+MODES = ("auto", "eager", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
-SHAPES = 64  # that MLPs may be compiled for in one process: all models share PyTorch's limit
 
 
 def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
-    """The mode of a step on a model: ``eager``, ``compile`` or ``graph``.
+    """The mode of a step on a model: ``eager`` or ``graph``.
 
     Args:
         model: of the step.
@@ -43,27 +41,12 @@ def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
     return auto if mode == "auto" else mode
 
 
-def import_compiler(device: torch.device, mode: str) -> Thread:
-    """Start to import PyTorch's compiler, which takes seconds, if steps of a mode will need it.
+def hash_ahead(device: torch.device) -> Thread:
+    """Start to compute what the keys of all kernels begin with, if steps will run some.
 
-    Join the thread before anything is compiled. Until then the program may read and draw rows,
-    which leaves Python's lock to the import.
-
-    Args:
-        device: of the steps.
-        mode: one of :data:`MODES`.
+    Join the thread before the first one; until then the program may read and draw rows.
     """
-    on_gpu = device.type == "cuda"
-
-    def work() -> None:
-        hashing = Thread(target=hash_triton if on_gpu else None)
-        hashing.start()
-        if mode == "compile" and not on_gpu:
-            import_module("torch._dynamo")
-            import_module("torch._inductor.compile_fx")
-        hashing.join()
-
-    thread = Thread(target=work)
+    thread = Thread(target=hash_triton if device.type == "cuda" else None)
     thread.start()
     return thread
 
@@ -87,15 +70,6 @@ def set_precision(precision: str, *, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace per stream
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def compile_mlps(model: DLRM) -> None:
-    """Have ``torch.compile`` fuse the MLPs, once for each batch size."""
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, SHAPES)
-    for mlp in (model.bottom_mlp, model.top_mlp):
-        options = {"fallback_random": mlp.dropout > 0}  # drop what steps that run eagerly drop
-        mlp.compile(dynamic=False, options=options)
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

@@ -19,7 +19,7 @@ from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
 from dlrm.training.cuda_graph import StepGraphs
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.metrics import RunningMean
-from dlrm.training.modes import compile_mlps, mode_for, set_precision
+from dlrm.training.modes import mode_for, set_precision
 from dlrm.training.prefetch import PreparedBatch, make_prefetcher
 from dlrm.utils.streams import side_stream_of
 
@@ -40,9 +40,8 @@ def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[s
 class TrainStep:
     """A training step on one device, without synchronizing with the host.
 
-    ``eager`` runs operation by operation. ``compile`` has ``torch.compile`` fuse the MLPs on a CPU;
-    on a GPU their layers are single launches anyway. ``graph`` captures the whole step, the
-    optimizers included, as a CUDA graph for each batch size that comes up often
+    ``eager`` runs operation by operation. ``graph`` captures the whole step, the optimizers
+    included, as a CUDA graph for each batch size that comes up often
     (:mod:`dlrm.training.cuda_graph`). ``auto`` is ``graph`` if all tables are on one GPU, and
     ``eager`` elsewhere.
     Batches with bags of ids are captured too, of tables that allow it (``Embedding.captures_bags``)
@@ -54,7 +53,7 @@ class TrainStep:
         precision: of the matrix products: ``fp32``; ``tf32`` on a GPU; or ``bf16``, autocast of
             the MLPs, the interaction and the products of TT cores; parameters stay in fp32.
         clip_norm: clip the norm of all gradients together to this value; None: no clipping.
-        mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
+        mode: one of ``auto``, ``eager``, ``graph``.
         deterministic: equal seeds give equal bits on a GPU as well; holds for the whole process.
         reducer: sums the gradients over the processes, if there are several.
         odds: of a positive among the samples, divided by those among all rows; see
@@ -92,8 +91,6 @@ class TrainStep:
         self.odds = odds
 
         set_precision(precision, deterministic=deterministic)
-        if self.mode == "compile" and self.device.type == "cpu":
-            compile_mlps(model)
         # The interaction casts vectors to the type of the MLPs anyway.
         self._dtype = torch.bfloat16 if precision == "bf16" else None
 

@@ -80,7 +80,6 @@ CPU_RUNS: dict[str, dict[str, Any]] = {
     "two_epochs": MIXED | {"batch_size": 512, "max_steps": 19, "epochs": 2, "eval_every": 4},
     "row_cache": {"emb": "offload", "offload.cache_rows": 1000, "offload.half_life": 2, **LONG},
     "seldom_logged": MIXED | {"log_every": 6},
-    "compiled": {"step": "compile"},
     "criteo": MIXED | {"data": "prepared", "eval_batch_size": 100, "max_steps": 8},
     **{
         f"budget_{kind}": {"emb": kind, "budget": "5x", "tables.threshold": 0, "max_steps": 2}

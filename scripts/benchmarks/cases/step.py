@@ -78,7 +78,7 @@ def arguments(parser: Parser) -> None:
     add("--dtypes", nargs="+", default=["fp32"], choices=DTYPES, help="of tables")
     add("--models", nargs="+", default=["kaggle"], choices=CAPS)
     add("--precisions", nargs="+", default=precisions, choices=precisions)
-    add("--modes", nargs="+", default=["auto"], choices=("auto", "eager", "compile", "graph"))
+    add("--modes", nargs="+", default=["auto"], choices=("auto", "eager", "graph"))
     add("--batches", nargs="+", type=count_arg, default=[2048, 16384, 65536])
     add("--ids", nargs="+", default=["skewed"], choices=["skewed", "uniform"])
     add("--cap", type=count_arg, help="rows of a table at most")
