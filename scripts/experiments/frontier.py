@@ -304,10 +304,10 @@ def compare_kinds(options: argparse.Namespace) -> None:
     """Train the runs that are missing, then compare all."""
     data = prepared(options.data)
     check(options, data)
-    common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
+    common = [f"--{option}" for option in options.options]
     if options.config:
         common.insert(0, f"--config={Path(options.config).resolve()}")
-    runner = Runner(options.runs, options.jobs, common)
+    runner = Runner(options.runs, options.jobs, common, results_only=True)
 
     rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)

@@ -28,6 +28,7 @@ from dlrm.config.options import changed_options
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
+from dlrm.training.run_directory import CHECKPOINTS
 from dlrm.training.tracking import RESULT, read_result
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
@@ -78,11 +79,15 @@ class Runner:
         directory: for the runs and their logs; created if needed.
         jobs: number of runs at a time; they share the GPU, if there is one.
         common: options of all runs; the options of a single run override them.
+        results_only: remove the checkpoints of a run when it has finished.
     """
 
-    def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
+    def __init__(
+        self, directory: Path, jobs: int, common: list[str], *, results_only: bool = False
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.jobs, self.common = directory, jobs, common
+        self.results_only = results_only
 
     def train(
         self,
@@ -110,7 +115,7 @@ class Runner:
             if self.finished(name):
                 self._require_same(name, arguments)
             else:
-                tasks.append((self.directory / name, arguments))
+                tasks.append((self.directory / name, arguments, self.results_only))
 
         # Each worker takes the next run when it has finished one.
         with _thread_limit(max(1, cpu_count() // self.jobs)):
@@ -173,11 +178,11 @@ class Runner:
         return read_result(self.directory / name)["metrics"]
 
 
-def train_one(task: tuple[Path, list[str]]) -> str | None:
+def train_one(task: tuple[Path, list[str], bool]) -> str | None:
     """In a worker process: train a run.
 
     Args:
-        task: directory and arguments of the run.
+        task: directory and arguments of the run, and whether to keep its results only.
 
     Returns:
         The error message, if the options make the run impossible.
@@ -187,7 +192,7 @@ def train_one(task: tuple[Path, list[str]]) -> str | None:
     """
     from dlrm.commands.train import main
 
-    directory, arguments = task
+    directory, arguments, results_only = task
     shutil.rmtree(directory, ignore_errors=True)
 
     log = directory.with_name(f"{directory.name}.log")
@@ -204,6 +209,8 @@ def train_one(task: tuple[Path, list[str]]) -> str | None:
         os._exit(status)
     harness.release()
     if not status:
+        if results_only:
+            shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
         return None
 
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]

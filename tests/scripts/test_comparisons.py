@@ -177,6 +177,8 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     result = json.loads((tmp_path / "runs" / "tt+cache-4x-0" / "result.json").read_text())
     meta = Meta.read(data)
     assert result["options"]["tt"]["cache_rows"] == round(sum(meta.cardinalities) / 4 / 10)
+    assert result["options"]["checkpoint"]  # so that the best state is the result
+    assert not [*tmp_path.glob("runs/*/checkpoints")]
     tables = result["tables"]  # as the budget made them
     assert {name: table["rows"] for name, table in tables.items()} == dict(
         zip(meta.tables, meta.cardinalities, strict=True)
@@ -680,7 +682,7 @@ def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
     runner = script("runner")
     monkeypatch.setattr(script("train"), "main", lambda arguments: 1 / 0)
     with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
-        runner.train_one((tmp_path / "a", []))
+        runner.train_one((tmp_path / "a", [], False))
     assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
 
 
