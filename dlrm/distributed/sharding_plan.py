@@ -28,6 +28,7 @@ from dlrm.kernels.update.rules import Rule
 # sharded table of 93,145 rows, and 1.61 with none.
 LARGE = 1_536_000
 SHARDED = ("dense", "drop", "dynamic", "paged")
+WHOLE_ROWS = "rowwise_adagrad"  # the rule with one sum for a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,61 +87,30 @@ def make_sharding_plan(
             type does not allow its sharding type; pages have devices; or processes can't access
             each other.
     """
-    plan = spec["plan"]
-    num_rows, slots = list(spec["num_embeddings"]), [0] * len(plan)
-    for table, (kind, options) in enumerate(plan):
-        if kind == "dynamic":
-            (slots[table],) = slots_of([num_rows[table]], options.get("rows"))
-            num_rows[table] = slots[table] + shared_rows(slots[table], options.get("shared"))
-        elif kind == "drop":
-            (num_rows[table],) = num_kept_of([num_rows[table]], options.get("keep", KEEP), kind)
+    plan, dim = spec["plan"], spec["embedding_dim"]
     _check_exchange(world, exchange)
     _check_devices(world, plan)
-    dim = spec["embedding_dim"]
+    num_rows, slots = _stored_rows(spec)
     given = by, tables or {}, sharded_from(threshold, dim, bags=counts is not None)
     types = _sharding_types(names, num_rows, spec, *given)
     if world.size == 1 or set(types) == {"replicate"}:
         return None
 
-    # Tables that can't be split by column: their rows have one sum or one scale each.
-    whole_rows = rule == "rowwise_adagrad"
-    if whole_rows and "column" in types:
-        raise ValueError(
-            f"--sharding shards {names[types.index('column')]} by column, but --optim.embeddings "
-            f"{rule} keeps one sum for a whole row: shard it by row or table, or use "
-            "--optim.embeddings adagrad"
-        )
-    packed = False
-    for name, sharding_type, (kind, options) in zip(names, types, plan, strict=True):
-        if sharding_type == "column" and kind == "dynamic":
-            raise ValueError(
-                f"--sharding shards {name} by column, but a row of --emb dynamic is made and reset "
-                "as a whole: shard it by row or table"
-            )
-        if sharding_type == "replicate" or _dtype_of(options, spec) not in BITS:
-            continue
-        packed = True
-        if sharding_type == "column":
-            raise ValueError(
-                f"--sharding shards {name} by column, but its packed rows have one scale each: "
-                "shard it by row or table, or use --tables.dtype bf16"
-            )
-
-    page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
-    known = None if counts is None else counts()
-    loads = [1.0] * len(names) if known is None else [float(count.sum()) for count in known]
+    # How processes exchange rows; bags are summed by the holders of their rows.
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
     linked = is_linked(world, exchange)
-    peers = linked and known is None  # bags are summed by the holders of their rows
-    # Up to two thirds of each GPU's memory, with optimizer state, whole tables are faster than
-    # balanced memory.
-    gpus = range(torch.cuda.device_count()) if linked else []
-    memory = min((torch.cuda.get_device_properties(i).total_memory for i in gpus), default=0)
-    states = sum(not of_row for of_row in Rule(name=rule).states.values())
-    room = memory // (6 * (1 + states))
+    peers = linked and counts is None
+
+    # The shards.
+    _require_whole_rows(names, types, spec, rule)
+    sharded = [own for (_, own), t in zip(plan, types, strict=True) if t != "replicate"]
+    packed = any(_dtype_of(own, spec) in BITS for own in sharded)
+    page = min((own["page_size"] for _, own in plan if "page_size" in own), default=1)
+    known = None if counts is None else counts()
+    loads = [1.0] * len(names) if known is None else [float(count.sum()) for count in known]
     shards = plan_shards(
-        num_rows, dim, world.size, sharding_types=types, loads=loads, counts=known,
-        page=page, room=room, column_wise=not (whole_rows or packed),
+        num_rows, dim, world.size, sharding_types=types, loads=loads, counts=known, page=page,
+        room=_room(rule) if linked else 0, column_wise=rule != WHOLE_ROWS and not packed,
     )  # fmt: skip
 
     text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
@@ -152,6 +122,54 @@ def make_sharding_plan(
     return ShardingPlan(
         world=world, shards=shards, comm_dtype=narrow, peers=peers, linked=linked, text=text
     )
+
+
+def _stored_rows(spec: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """The rows that each table stores, and the slots of those that have an index."""
+    num_rows = list(spec["num_embeddings"])
+    slots = [0] * len(num_rows)
+    for table, (kind, options) in enumerate(spec["plan"]):
+        if kind == "dynamic":
+            (slots[table],) = slots_of([num_rows[table]], options.get("rows"))
+            num_rows[table] = slots[table] + shared_rows(slots[table], options.get("shared"))
+        elif kind == "drop":
+            (num_rows[table],) = num_kept_of([num_rows[table]], options.get("keep", KEEP), kind)
+    return num_rows, slots
+
+
+def _require_whole_rows(
+    names: Sequence[str], types: Sequence[str], spec: Mapping[str, Any], rule: str
+) -> None:
+    """Raise for tables that can't be split by column: their rows have one sum or one scale each."""
+    for name, sharding_type, (kind, options) in zip(names, types, spec["plan"], strict=True):
+        if sharding_type != "column":
+            continue
+        start = f"--sharding shards {name} by column, but"
+        if rule == WHOLE_ROWS:
+            raise ValueError(
+                f"{start} --optim.embeddings {rule} keeps one sum for a whole row: shard it by row "
+                "or table, or use --optim.embeddings adagrad"
+            )
+        if kind == "dynamic":
+            raise ValueError(
+                f"{start} a row of --emb dynamic is made and reset as a whole: shard it by row or "
+                "table"
+            )
+        if _dtype_of(options, spec) in BITS:
+            raise ValueError(
+                f"{start} its packed rows have one scale each: shard it by row or table, or use "
+                "--tables.dtype bf16"
+            )
+
+
+def _room(rule: str) -> int:
+    """Bytes of weights up to which whole tables are faster than balanced memory: with optimizer
+    state, up to two thirds of each GPU's.
+    """
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    memory = min((gpu.total_memory for gpu in gpus), default=0)
+    states = sum(not of_row for of_row in Rule(name=rule).states.values())
+    return memory // (6 * (1 + states))
 
 
 def sharded_from(threshold: int | None, dim: int, *, bags: bool = False) -> int:
