@@ -429,6 +429,7 @@ def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
     quiet(raw, tmp_path / "out", Options(vocabulary="all"), block_bytes=BLOCK)
     (tmp_path / "out" / "mine.txt").write_text("not touched")
     before = contents(tmp_path / "out")
+    quiet(raw, tmp_path / "out", Options(vocabulary="all"), block_bytes=BLOCK)  # the same again
     with pytest.raises(ValueError, match=r"out was prepared before, with other vocabulary and cap"):
         quiet(raw, tmp_path / "out", Options(cap=7), block_bytes=BLOCK)
     assert contents(tmp_path / "out") == before

@@ -1,4 +1,4 @@
-"""A table prepared as a whole: against plain Python, Criteo's way, restarts, formats and errors."""
+"""A table prepared as a whole: against plain Python, other formats and errors."""
 
 import csv
 import gzip
@@ -13,13 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data import criteo
 from dlrm.data.prepare import learner
 from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
-from tests.kit import contents, criteo_rows, prepare_rows, read_splits, write_criteo, write_rows
+from dlrm.data.schema import SPLITS
+from tests.kit import prepare_rows, read_splits, write_rows
 
 BLOCK = 4_000  # bytes, some 60 rows
 SHARES = {"train": "0.7", "val": "0.1", "test": "0.2"}
@@ -296,54 +295,6 @@ def test_later_rows_that_do_not_fit_are_refused(prepared, tmp_path):
         prepare(path, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match=r"was not made by dlrm prepare"):
         prepare_later(path, tmp_path / "new", tmp_path)
-
-
-def test_rows_of_criteo_get_the_ids_of_prepare_criteo(tmp_path):
-    raw = write_criteo(tmp_path / "train.txt", criteo_rows(600))
-    shares = "0.6", "0.1", "0.3"
-    options = criteo.Options(split=shares, min_count=2)
-    one = criteo.prepare([raw], tmp_path / "one", options, progress=False)
-    like = {
-        "names": ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL],
-        "delimiter": "\t",
-        "quotes": False,
-        "split": dict(zip(SPLITS, shares, strict=True)),
-        "transform": "log",
-        "min_count": 2,
-        "rates": False,
-        "columns": {
-            **dict.fromkeys(CRITEO_DENSE, "number"),
-            **dict.fromkeys(CRITEO_CATEGORICAL, "category"),
-        },
-    }
-    other = prepare(raw, tmp_path / "other", like, block_bytes=30_000)
-    assert one.categorical == other.categorical
-    assert one.dense == other.dense
-    assert one.splits == other.splits
-    for split, table in read_splits(tmp_path / "one").items():
-        assert read_splits(tmp_path / "other")[split].equals(table)
-    for name in one.tables:
-        ours, theirs = (
-            pq.read_table(tmp_path / d / one.vocabulary_file(name)) for d in ("one", "other")
-        )
-        assert ours.to_pylist() == theirs.to_pylist()
-
-
-def test_a_table_is_not_replaced_by_one_of_other_options(prepared, tmp_path):
-    _, rows, _ = prepared
-    path = write_csv(tmp_path / "rows.csv", rows[:100])
-    prepare(path, tmp_path / "out")
-    before = contents(tmp_path / "out")
-    prepare(path, tmp_path / "out")  # the same again
-    assert contents(tmp_path / "out") == before
-    with pytest.raises(ValueError, match="before, with other options and columns: its"):
-        prepare(path, tmp_path / "out", OPTIONS | {"min_count": 2})
-    write_csv(path, rows[:101])
-    with pytest.raises(ValueError, match="out was prepared before, with other inputs"):
-        prepare(path, tmp_path / "out")
-    assert contents(tmp_path / "out") == before
-    prepare(path, tmp_path / "out", overwrite=True)
-    assert contents(tmp_path / "out") != before
 
 
 def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
