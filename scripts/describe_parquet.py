@@ -269,50 +269,28 @@ def _columns(
 def parser() -> Parser:
     """The command line."""
     made = Parser(__doc__)
-    made.add_argument("directory", type=path_arg, help="directory of the files and of meta.json")
+    add = made.add_argument
+    add("directory", type=path_arg, help="directory of the files and of meta.json")
     for split in SPLITS:
-        made.add_argument(
-            f"--{split}",
-            nargs="+",
-            default=[],
-            metavar="FILE",
-            help=f"Parquet files of the {split} split, in order, relative to the directory: files, "
-            "directories, or patterns such as 'part-*.parquet' (default: none)",
-        )
+        files = f"Parquet files of the {split} split, in order, relative to the directory: files, "
+        files += "directories, or patterns such as 'part-*.parquet' (default: none)"
+        add(f"--{split}", nargs="+", default=[], metavar="FILE", help=files)
 
     # Columns, and ids that were not seen.
-    made.add_argument("--label", default="label", help="column to predict (default: label)")
-    made.add_argument(
-        "--dense",
-        nargs="*",
-        metavar="COLUMN",
-        help="dense columns (default: all columns of floating type)",
-    )
-    made.add_argument(
-        "--categorical",
-        nargs="*",
-        metavar="COLUMN",
-        help="categorical columns (default: all other columns of integers or lists of integers)",
-    )
-    made.add_argument(
-        "--unseen",
-        choices=("row", "error"),
-        default="row",
-        help="an id beyond those of the training rows, in rows to score. row: one more row of the "
-        "table stands for all of them. error: the file is refused",
-    )
+    add("--label", default="label", help="column to predict (default: label)")
+    dense = "dense columns (default: all columns of floating type)"
+    add("--dense", nargs="*", metavar="COLUMN", help=dense)
+    ids = "categorical columns (default: all other columns of integers or lists of integers)"
+    add("--categorical", nargs="*", metavar="COLUMN", help=ids)
+    unseen = "an id beyond those of the training rows, in rows to score. row: one more row of the "
+    unseen += "table stands for all of them. error: the file is refused"
+    add("--unseen", choices=("row", "error"), default="row", help=unseen)
 
     # Later files.
-    made.add_argument(
-        "--tables-of",
-        type=path_arg,
-        metavar="DIR",
-        help="described data on which a model was trained, whose columns, tables and --unseen are "
-        "taken (default: none)",
-    )
-    made.add_argument(
-        "--overwrite", action="store_true", help="replace an existing meta.json (default: no)"
-    )
+    earlier = "described data on which a model was trained, whose columns, tables and --unseen are "
+    earlier += "taken (default: none)"
+    add("--tables-of", type=path_arg, metavar="DIR", help=earlier)
+    add("--overwrite", action="store_true", help="replace an existing meta.json (default: no)")
     return made
 
 

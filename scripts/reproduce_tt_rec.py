@@ -62,43 +62,20 @@ def arguments() -> Parser:
     add("--config", default=config, help="configuration of the runs: a YAML file for train.py")
 
     # The models
-    add(
-        "--tables",
-        nargs="+",
-        type=count_arg,
-        default=[3, 5, 7],
-        help="how many tables, the largest ones, to store in tensor-train format",
-    )
+    tables = "how many tables, the largest ones, to store in tensor-train format"
+    add("--tables", nargs="+", type=count_arg, default=[3, 5, 7], help=tables)
     add("--ranks", nargs="+", type=count_arg, default=[8, 16, 32, 64], help="TT ranks")
-    add(
-        "--caches",
-        nargs="*",
-        type=share,
-        default=[1e-4, 1e-3, 1e-2],
-        help="cache sizes, as shares of the rows of these tables",
-    )
-    add(
-        "--cache-at",
-        nargs=2,
-        type=count_arg,
-        default=[7, 32],
-        metavar=("TABLES", "RANK"),
-        help="number of tables and rank of the models with a cache",
-    )
+    caches = "cache sizes, as shares of the rows of these tables"
+    add("--caches", nargs="*", type=share, default=[1e-4, 1e-3, 1e-2], help=caches)
+    cached = {"metavar": ("TABLES", "RANK"), "default": [7, 32]}
+    at = "number of tables and rank of the models with a cache"
+    add("--cache-at", nargs=2, type=count_arg, help=at, **cached)
 
     # Their training
-    add(
-        "--tt-lr",
-        type=positive_arg,
-        help="learning rate of the TT embeddings (default: that of the configuration)",
-    )
-    add(
-        "--fine-tune",
-        type=count_arg,
-        default=0,
-        metavar="STEPS",
-        help="also compress the first dense model, and train it for this number of steps",
-    )
+    rate = "learning rate of the TT embeddings (default: that of the configuration)"
+    add("--tt-lr", type=positive_arg, help=rate)
+    steps = "also compress the first dense model, and train it for this number of steps"
+    add("--fine-tune", type=count_arg, default=0, metavar="STEPS", help=steps)
     add("--fine-tune-lr", type=positive_arg, default=5e-4, help="learning rate of these steps")
     add_run_arguments(parser, "tt_rec")
     return parser
