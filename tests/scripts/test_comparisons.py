@@ -123,7 +123,7 @@ def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
     script, data, tmp_path, monkeypatch
 ):
     def train_two_and_die(_, tasks):
-        for number, (directory, _) in enumerate(tasks):
+        for number, (directory, *_) in enumerate(tasks):
             if number == 2:
                 raise BrokenProcessPool
             names = ("accuracy", "auc", "log_loss", "normalized_entropy")
