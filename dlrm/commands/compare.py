@@ -65,21 +65,14 @@ ACROSS = 3  # panels of a plot in a row
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=path_arg, help="runs, or directories with runs")
-    parser.add_argument(
-        "--plot",
-        type=figure_arg,
-        default=Path("compare.png"),
-        help="plot to write: PNG, SVG or PDF",
-    )
-    parser.add_argument("--metric", choices=QUALITY, default="AUC", help="metric of the plot")
-    parser.add_argument("--json", type=path_arg, help="also write the table to this JSON file")
-    parser.add_argument(
-        "--tensorboard",
-        type=path_arg,
-        metavar="DIR",
-        help="also add the plot to TensorBoard as a run in this directory, e.g. runs/comparison",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=path_arg, help="runs, or directories with runs")
+    plot = "plot to write: PNG, SVG or PDF"
+    add("--plot", type=figure_arg, default=Path("compare.png"), help=plot)
+    add("--metric", choices=QUALITY, default="AUC", help="metric of the plot")
+    add("--json", type=path_arg, help="also write the table to this JSON file")
+    board = "also add the plot to TensorBoard as a run in this directory, e.g. runs/comparison"
+    add("--tensorboard", type=path_arg, metavar="DIR", help=board)
     return parser
 
 

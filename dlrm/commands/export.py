@@ -32,38 +32,24 @@ def arguments() -> Parser:
     add("output", metavar="OUTPUT", type=path_arg, help="directory to make")
 
     # How the tables are stored.
-    add(
-        "--tables",
-        choices=PRECISIONS,
-        help="number format of the rows of tables (default: fp32, or what --emb auto chose)",
-    )
+    tables = "number format of the rows of tables (default: fp32, or what --emb auto chose)"
+    add("--tables", choices=PRECISIONS, help=tables)
     add("--emb", metavar="KIND", help="compress the trained tables by this kind, or by auto")
     add("--budget", help="memory for all tables, with --emb: 20MB, or 100x")
 
     # The programs, or a delta.
-    add(
-        "--compile",
-        nargs="*",
-        choices=DEVICES,
-        help="compile ahead of time for machines like this one; without a name, for none (default: "
-        "cpu, if there is a C++ compiler)",
-    )
+    programs = "compile ahead of time for machines like this one; without a name, for none "
+    programs += "(default: cpu, if there is a C++ compiler)"
+    add("--compile", nargs="*", choices=DEVICES, help=programs)
     add("--onnx", action="store_true", help="also write ONNX (default: no)")
-    add(
-        "--delta-from",
-        metavar="EXPORT",
-        type=path_arg,
-        help="export only what changed since EXPORT, for dlrm apply; number format "
-        "and compiled programs are those of EXPORT",
-    )
+    delta = "export only what changed since EXPORT, for dlrm apply; number format and compiled "
+    delta += "programs are those of EXPORT"
+    add("--delta-from", metavar="EXPORT", type=path_arg, help=delta)
 
     # The source.
-    add(
-        "--data",
-        type=path_arg,
-        help="prepared data of the run, if the run has no copy of its preparation (default: the "
-        "data of its configuration)",
-    )
+    data = "prepared data of the run, if the run has no copy of its preparation (default: the "
+    data += "data of its configuration)"
+    add("--data", type=path_arg, help=data)
     return parser
 
 

@@ -51,21 +51,12 @@ def arguments() -> Parser:
     add("output", metavar="OUTPUT", type=scores_arg, help="file to write, .parquet or .csv")
     add("--split", help="split of a prepared directory (default: test)")
 
-    add(
-        "--keep",
-        nargs="+",
-        default=[],
-        metavar="COLUMN",
-        help="columns of the rows to copy to the output, such as keys (default: those that the "
-        "preparation passes through)",
-    )
-    add(
-        "--bad-rows",
-        choices=("stop", "skip"),
-        default="stop",
-        help="stop: end with an error at the first bad row. skip: leave bad rows out, as the "
-        "preparation does; row numbers tell which are there",
-    )
+    keep = "columns of the rows to copy to the output, such as keys (default: those that the "
+    keep += "preparation passes through)"
+    add("--keep", nargs="+", default=[], metavar="COLUMN", help=keep)
+    bad = "stop: end with an error at the first bad row. skip: leave bad rows out, as the "
+    bad += "preparation does; row numbers tell which are there"
+    add("--bad-rows", choices=("stop", "skip"), default="stop", help=bad)
 
     add_scoring(parser, "16384; on a GPU as many as fit well, at most 524288")
     return parser

@@ -109,67 +109,38 @@ def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
 
-    help_of_inputs = "raw files, or patterns such as 'day_*.gz', in the order of time"
-    add("inputs", nargs="+", metavar="INPUT", type=path_arg, help=help_of_inputs)
+    inputs = "raw files, or patterns such as 'day_*.gz', in the order of time"
+    add("inputs", nargs="+", metavar="INPUT", type=path_arg, help=inputs)
 
     # The rows of each split.
-    add(
-        "--split",
-        nargs="+",
-        default=default.split,
-        metavar="SHARE",
-        help="days: the reference protocol, in which the last day is halved into test and val, and "
-        "the days before it are for training; a day is a file of which rows are read, or a seventh "
-        "of the rows if there is only one such file. Or three numbers: the shares of train, val "
-        "and test, which follow one another in this order (0.85 0 0.15; a share may be 0). "
-        "Default: days",
-    )
+    split = "days: the reference protocol, in which the last day is halved into test and val, and "
+    split += "the days before it are for training; a day is a file of which rows are read, or a "
+    split += "seventh of the rows if there is only one such file. Or three numbers: the shares of "
+    split += "train, val and test, which follow one another in this order (0.85 0 0.15; a share "
+    split += "may be 0). Default: days"
+    add("--split", nargs="+", default=default.split, metavar="SHARE", help=split)
 
     # The ids of their values.
-    add(
-        "--ids",
-        choices=("vocabulary", "hash"),
-        default=default.ids,
-        help="vocabulary: contiguous ids of the values. hash: the hexadecimal values themselves, "
-        "for dlrm train --emb dynamic, without a pass over the rows to number them. Default: "
-        "vocabulary",
-    )
-    add(
-        "--vocabulary",
-        choices=("train", "all"),
-        default=default.vocabulary,
-        help="rows whose values get their own ids. train: the rows of the train split; all other "
-        "values share an out-of-vocabulary id. all: all rows, as in the reference. Default: train",
-    )
-    add(
-        "--min-count",
-        type=int,
-        default=default.min_count,
-        metavar="N",
-        help="values that occur fewer than N times in the rows of the vocabulary share the "
-        "out-of-vocabulary id. Default: 1",
-    )
-    add(
-        "--cap",
-        type=int,
-        metavar="N",
-        help="take the hexadecimal values modulo N before they are counted, as in the reference "
-        "(MLPerf: 40000000); a missing value remains a value of its own. Default: no cap",
-    )
+    ids = "vocabulary: contiguous ids of the values. hash: the hexadecimal values themselves, for "
+    ids += "dlrm train --emb dynamic, without a pass over the rows to number them. Default: "
+    ids += "vocabulary"
+    add("--ids", choices=("vocabulary", "hash"), default=default.ids, help=ids)
+    of = "rows whose values get their own ids. train: the rows of the train split; all other "
+    of += "values share an out-of-vocabulary id. all: all rows, as in the reference. Default: train"
+    add("--vocabulary", choices=("train", "all"), default=default.vocabulary, help=of)
+    rare = "values that occur fewer than N times in the rows of the vocabulary share the "
+    rare += "out-of-vocabulary id. Default: 1"
+    add("--min-count", type=int, default=default.min_count, metavar="N", help=rare)
+    cap = "take the hexadecimal values modulo N before they are counted, as in the reference "
+    cap += "(MLPerf: 40000000); a missing value remains a value of its own. Default: no cap"
+    add("--cap", type=int, metavar="N", help=cap)
 
     # The numbers, and how many rows are read.
-    add(
-        "--dense-transform",
-        choices=("log1p", "log3"),
-        default=default.dense_transform,
-        help="transform of I1..I13; a missing number counts as 0. log1p: log(max(x, 0) + 1), as in "
-        "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
-    )
-    add(
-        "--limit",
-        type=int,
-        metavar="N",
-        help="read only the first N lines of the input, counted over all files. Default: all",
-    )
+    dense = "transform of I1..I13; a missing number counts as 0. log1p: log(max(x, 0) + 1), as in "
+    dense += "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p"
+    transforms = ("log1p", "log3")
+    add("--dense-transform", choices=transforms, default=default.dense_transform, help=dense)
+    limit = "read only the first N lines of the input, counted over all files. Default: all"
+    add("--limit", type=int, metavar="N", help=limit)
     add_shared(parser)
     return parser

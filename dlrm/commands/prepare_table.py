@@ -201,48 +201,27 @@ def _parser() -> Parser:
     add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
 
     # The columns that no feature is made of.
-    add(
-        "--label",
-        action="append",
-        metavar="COLUMN",
-        help="column to predict, one binary label: 0 and 1, or a comparison that says what counts "
-        "as 1, such as 'rating >= 4' or 'status == paid' (default: label)",
-    )
-    add(
-        "--positive",
-        action="append",
-        metavar="VALUE",
-        help="a value of the label that counts as 1; its one other value counts as 0. Repeat it "
-        "for more (default: 1 or true)",
-    )
+    label = "column to predict, one binary label: 0 and 1, or a comparison that says what counts "
+    label += "as 1, such as 'rating >= 4' or 'status == paid' (default: label)"
+    add("--label", action="append", metavar="COLUMN", help=label)
+    positive = "a value of the label that counts as 1; its one other value counts as 0. Repeat it "
+    positive += "for more (default: 1 or true)"
+    add("--positive", action="append", metavar="VALUE", help=positive)
     add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
 
     # Which rows are trained on, and the ids of their values.
-    add(
-        "--split",
-        nargs="+",
-        metavar="SHARE",
-        help="the shares of train, val and test (default: 0.8 0.1 0.1; with --ids-of 0 0 1)",
-    )
-    add(
-        "--split-by",
-        metavar="WAY",
-        help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
-        "column:COLUMN: its values are train, val and test (default: rows)",
-    )
-    add(
-        "--ids",
-        choices=("vocabulary", "hash"),
-        help="vocabulary: contiguous ids of the values of the training rows. hash: 64-bit hashes "
-        "of the values, for dlrm train --emb dynamic; later rows need no --ids-of "
-        "(default: vocabulary)",
-    )
+    shares = "the shares of train, val and test (default: 0.8 0.1 0.1; with --ids-of 0 0 1)"
+    add("--split", nargs="+", metavar="SHARE", help=shares)
+    way = "rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
+    way += "column:COLUMN: its values are train, val and test (default: rows)"
+    add("--split-by", metavar="WAY", help=way)
+    ids = "vocabulary: contiguous ids of the values of the training rows. hash: 64-bit hashes "
+    ids += "of the values, for dlrm train --emb dynamic; later rows need no --ids-of "
+    ids += "(default: vocabulary)"
+    add("--ids", choices=("vocabulary", "hash"), help=ids)
 
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what each column is, as a table and as YAML for --config, and stop",
-    )
+    dry = "print what each column is, as a table and as YAML for --config, and stop"
+    add("--dry-run", action="store_true", help=dry)
     add_shared(parser)
     return parser
 
@@ -254,42 +233,25 @@ def add_shared(parser: Parser) -> None:
     add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
 
     # Bad rows, and data that is there already.
-    add(
-        "--bad-rows",
-        choices=("stop", "skip", "skip-all"),
-        default="stop",
-        help="stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
-        "ones were not there, count these by kind and report the first 20; more than half of all "
-        "is an error. skip-all: any number. A damaged file is always an error, since rows before "
-        "the damage may be wrong too (default: stop)",
-    )
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace what was prepared in DIR from other inputs or with other options, which "
-        "changes the ids under the runs that were trained on it (default: no)",
-    )
+    bad = "stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
+    bad += "ones were not there, count these by kind and report the first 20; more than half of "
+    bad += "all is an error. skip-all: any number. A damaged file is always an error, since rows "
+    bad += "before the damage may be wrong too (default: stop)"
+    add("--bad-rows", choices=("stop", "skip", "skip-all"), default="stop", help=bad)
+    overwrite = "replace what was prepared in DIR from other inputs or with other options, which "
+    overwrite += "changes the ids under the runs that were trained on it (default: no)"
+    add("--overwrite", action="store_true", help=overwrite)
 
     # Rows that get the ids of earlier ones.
-    add(
-        "--ids-of",
-        metavar="DIR",
-        type=path_arg,
-        help="give rows the ids and the scaling of a prepared directory, so that its models can "
-        "score them or train on them; other values get its id of unseen ones (default: new ids)",
-    )
-    add(
-        "--append-new",
-        action="store_true",
-        help="with --ids-of: values of the training rows that DIR does not list get ids after its "
-        "own, so that a model trained on it can be trained on (dlrm train --init_from) with rows "
-        "for them (default: no)",
-    )
-    add(
-        "--forget",
-        type=count_arg,
-        metavar="K",
-        help="with --append-new: new values first get the ids of values that the training rows of "
-        "the last K preparations, this one included, did not have; these then count as unseen "
-        "(default: none is forgotten)",
-    )
+    ids_of = "give rows the ids and the scaling of a prepared directory, so that its models can "
+    ids_of += "score them or train on them; other values get its id of unseen ones (default: new "
+    ids_of += "ids)"
+    add("--ids-of", metavar="DIR", type=path_arg, help=ids_of)
+    append = "with --ids-of: values of the training rows that DIR does not list get ids after its "
+    append += "own, so that a model trained on it can be trained on (dlrm train --init_from) with "
+    append += "rows for them (default: no)"
+    add("--append-new", action="store_true", help=append)
+    forget = "with --append-new: new values first get the ids of values that the training rows of "
+    forget += "the last K preparations, this one included, did not have; these then count as "
+    forget += "unseen (default: none is forgotten)"
+    add("--forget", type=count_arg, metavar="K", help=forget)
