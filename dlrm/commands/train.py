@@ -270,9 +270,11 @@ class Run:
 
         self.tracker.log(self.steps, final)
         final |= tracking.named("val", val)  # logged when it was evaluated
-        about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
-        changed = changed_options(self.options, available())
-        self.tracker.finish(self.options, final, changed, **about)
+        made = {"steps": self.steps, "batch_size": self.loaders.batch_size}
+        about = made | report.about(self.train_data.meta, self.checkpoints.spec["plan"])
+        self.tracker.finish(
+            self.options, final, changed_options(self.options, available()), **about
+        )
         self._say(report.summary(final, self.directory, kept=self.config.checkpoint))
         return final
 
@@ -291,10 +293,10 @@ class Run:
         self.tracker.log(self.steps, sizes)
 
         note_plan(config, spec, sizes["embeddings/compression"])
-        steps, small = pace.planned(config, meta, len(self.train_data), self.loaders.batch_size)
+        steps, epochs = pace.planned(config, meta, len(self.train_data), self.loaders.batch_size)
         opening = report.opening(config.emb, self.model, meta.splits, sizes, steps)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
-        shown = sharding, auto_plan(config, spec, tables, ids), opening, small, sampled
+        shown = sharding, auto_plan(config, spec, tables, ids), opening, epochs, sampled
         print(*filter(None, shown), sep="\n")
 
     def _save(self) -> None:

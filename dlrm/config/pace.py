@@ -91,7 +91,7 @@ def validations(config: RunConfig, meta: Meta, epoch: int) -> tuple[int, int, in
 
 
 def planned(config: RunConfig, meta: Meta, epoch: int, size: int) -> tuple[int, str]:
-    """The steps of all epochs, and a note if these are several that nobody asked for.
+    """The steps of all epochs, and a line that says how many there are.
 
     Args:
         config: of the run.
@@ -100,13 +100,14 @@ def planned(config: RunConfig, meta: Meta, epoch: int, size: int) -> tuple[int, 
         size: samples per step.
     """
     several = epochs(config, meta)
-    few = "a small table" if meta.splits["train"].rows < SMALL_TABLE else "few ids"
-    note = (
-        f"note: {few}, so at most {several} epochs of {epoch:,} steps with "
-        f"{size} rows each (--epochs, --batch_size)"
-    )
-    if config.epochs is None and not config.follow and several > 1:
-        return several * epoch, note
-    shared = size not in (config.batch_size, batch_size(config, meta))
-    note = f"note: {size} rows each step, which the processes can share (--batch_size)"
-    return several * epoch, note if shared else ""
+    text = f"{several} epoch{'s' * (several != 1)} of {epoch:,} steps with {size:,} rows each"
+    if config.follow:
+        text = f"{size:,} rows each step"
+    elif config.max_steps is not None and config.max_steps < several * epoch:
+        text = f"{config.max_steps:,} steps, as given, of {text}"
+    elif config.epochs is None and several > 1:
+        few = "a small table" if meta.splits["train"].rows < SMALL_TABLE else "few ids"
+        text = f"note: {few}, so at most {text} (--epochs, --batch_size)"
+    if size not in (config.batch_size, batch_size(config, meta)):
+        text += ", which the processes can share"
+    return several * epoch, text

@@ -146,16 +146,14 @@ def embedding_sizes(model: DLRM, optimizer: RowOptimizer, world: World) -> dict[
     return {f"embeddings/{name}": size for name, size in sizes.items()} | arch.id_counts()
 
 
-def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
-    """The contents of ``result.json`` besides the options and metrics of a run.
+def about(meta: Meta, plan: TablePlan) -> dict[str, Any]:
+    """What ``result.json`` holds of the data and the tables of a run.
 
     Args:
-        steps: number of steps of the run.
         meta: of its data.
         plan: of its tables.
     """
     return {
-        "steps": steps,
         "tables": table_plan_by_name(meta.tables, meta.cardinalities, plan),
         "rows": meta.counts,
         "preparation": meta.preparation,

@@ -262,7 +262,7 @@ def test_a_batch_that_nobody_chose_can_be_shared_and_is_kept(run, torchrun, data
     common = [*given, "--data", data, "--output", tmp_path, "--name", "run"]
     done = torchrun(3, "train", *common, "--max_steps", "3")
     assert done.returncode == 0, done.stderr
-    assert "107 steps with 30 rows each (--epochs, --batch_size)" in done.stdout, "not 32"
+    assert "3 steps, as given, of 20 epochs of 107 steps with 30 rows each" in done.stdout, "not 32"
     resumed = run("train", "--resume", tmp_path / "run", "--max_steps", "6")
     assert "107 steps with 30 rows each" in resumed.stdout, "one process keeps them"
     assert max(losses(tmp_path / "run")) == 6

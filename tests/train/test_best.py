@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,10 +193,18 @@ def test_a_small_table_has_small_batches_and_several_epochs():
 
     note = "note: a small table, so at most 20 epochs of 40 steps with 512 rows each (--epochs, "
     assert pace.planned(auto, small, 40, 512) == (800, f"{note}--batch_size)")
-    assert pace.planned(auto, large, 40, 128) == (40, "")
-    assert pace.planned(RunConfig(epochs=2, batch_size=9), small, 40, 9) == (80, "")
-    note = "note: 126 rows each step, which the processes can share (--batch_size)"
-    assert pace.planned(auto, large, 40, 126) == (40, note)
+    given = RunConfig(epochs=2, batch_size=9)
+    shared = "1 epoch of 40 steps with 126 rows each, which the processes can share"
+    followed = RunConfig(follow="days", batch_size=1024)
+    for config, meta, size, text in (
+        (auto, large, 128, "1 epoch of 40 steps with 128 rows each"),
+        (auto, large, 126, shared),
+        (given, small, 9, "2 epochs of 40 steps with 9 rows each"),
+        (replace(given, max_steps=80), small, 9, "2 epochs of 40 steps with 9 rows each"),
+        (replace(given, max_steps=3), small, 9, "3 steps, as given, of 2 epochs of 40 steps with "),
+        (followed, small, 1024, "1,024 rows each step"),
+    ):
+        assert text in pace.planned(config, meta, 40, size)[1]
 
 
 def test_the_best_model_is_the_first_of_equal_ones():
