@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +24,7 @@ from dlrm.data import synthetic
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.table import open_and_plan, prepare_table
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Categorical, Meta, Split
 from dlrm.distributed.world import World
 from dlrm.training.checkpoint import Parts, read_index
 from dlrm.training.checkpoint.index import Index
@@ -94,6 +95,30 @@ def write_rows(path: Path, columns: Mapping[str, Sequence[Any]], delimiter: str 
     return path
 
 
+def write_split(
+    directory: Path,
+    columns: Mapping[str, Any],
+    tables: Sequence[Categorical],
+    *,
+    files: int = 1,
+    group: int = 64,
+    split: str = "train",
+    dense: Sequence[str] = (),
+    **described: Any,
+) -> Meta:
+    """Write columns as the rows of a split, in several files, and ``meta.json``."""
+    table = pa.table(dict(columns))
+    cuts = np.linspace(0, table.num_rows, files + 1).astype(int)
+    names = [f"{split}_{file}.parquet" for file in range(files)]
+    for name, (start, stop) in zip(names, itertools.pairwise(cuts), strict=True):
+        rows = table.slice(start, stop - start)
+        pq.write_table(rows, directory / name, row_group_size=group, write_page_checksum=True)
+    splits = {split: Split(files=tuple(names), rows=table.num_rows, positives=0)}
+    meta = Meta(dense=tuple(dense), categorical=tuple(tables), splits=splits, **described)
+    meta.write(directory)
+    return meta
+
+
 def plan_rows(rows: Any, /, **options: Any) -> tuple[list[RawFile], ColumnPlan]:
     """Open one or several files of raw rows, and find what their columns are."""
     return open_and_plan(rows if isinstance(rows, list) else [rows], options)
@@ -115,12 +140,19 @@ def read_splits(directory: Path) -> dict[str, pa.Table]:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """The digests of all files below a directory."""
+    """The digests of all files at or below a path."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
+        for path in (directory, *directory.rglob("*"))
         if path.is_file()
     }
+
+
+def corrupt(path: Path, at: int = -5) -> None:
+    """Change a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 16
+    path.write_bytes(content)
 
 
 def criteo_rows(count: int, seed: int = 0) -> list[list[str]]:

@@ -1,18 +1,16 @@
 """Multi-hot data: ragged bags and bags of fixed lengths."""
 
-import itertools
 import json
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from dlrm.data.batch import Batch, concatenate, fixed_bags, fixed_offsets
 from dlrm.data.loader import BatchLoader
-from dlrm.data.schema import Categorical, Meta, Split
-from tests.kit import combinations
+from dlrm.data.schema import Categorical, Meta
+from tests.kit import combinations, write_split
 
 ROWS = 700
 SIZES = (3, 1, 5)  # of the bags of H1, C1, H2
@@ -30,17 +28,9 @@ def kinds(size):
 
 def write(directory, tables, columns, group=64):
     """Rows numbered by ``I1``, with these columns of ids, in two files."""
-    rows = len(next(iter(columns.values())))
-    number = np.arange(rows)
-    table = pa.table({"label": number % 2, "I1": number.astype(np.float32), **columns})
-    names = []
-    for index, (start, stop) in enumerate(itertools.pairwise((0, rows // 3, rows))):
-        names.append(f"train_{index}.parquet")
-        pq.write_table(
-            table.slice(start, stop - start), directory / names[-1], row_group_size=group
-        )
-    split = Split(files=tuple(names), rows=rows, positives=rows // 2)
-    Meta(dense=("I1",), categorical=tuple(tables), splits={"train": split}).write(directory)
+    number = np.arange(len(next(iter(columns.values()))))
+    rows = {"label": number % 2, "I1": number.astype(np.float32), **columns}
+    write_split(directory, rows, tables, files=2, group=group, dense=["I1"])
 
 
 def fixed(directory, kind=0, rows=ROWS, bag_size=True, cardinality=1000, group=64):

@@ -7,29 +7,32 @@ from pyarrow import parquet
 
 from dlrm.data import synthetic
 from dlrm.data.frequencies import count_ids, read_frequencies
-from dlrm.data.schema import DESCRIBED, Categorical, Meta, Split
+from dlrm.data.schema import DESCRIBED, Categorical, Meta
+from tests.kit import write_split
 
 
 def write(directory, ids, bags, *, groups=1):
     """Training rows of a one-hot column behind a multi-hot one; returns their description."""
-    table = pa.table({"label": [True] * len(ids), "bags": bags, "ids": ids})
-    parquet.write_table(table, directory / "train.parquet", row_group_size=len(ids) // groups)
-    return Meta(
-        dense=(),
-        categorical=(
-            Categorical(name="bags", cardinality=3, multi_hot=True),
-            Categorical(name="ids", cardinality=5),
-        ),
-        splits={"train": Split(files=("train.parquet",), rows=len(ids), positives=len(ids))},
-    )
+    columns = {"label": [True] * len(ids), "bags": bags, "ids": ids}
+    tables = [
+        Categorical(name="bags", cardinality=3, multi_hot=True),
+        Categorical(name="ids", cardinality=5),
+    ]
+    return write_split(directory, columns, tables, group=len(ids) // groups)
+
+
+def vocabulary(directory, table, cardinality=4, **form):
+    """Write the vocabulary of one column, or an empty file; returns its path and ``Meta``."""
+    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=cardinality),), splits={})
+    path = directory / meta.vocabulary_file("C1")
+    path.parent.mkdir()
+    parquet.write_table(pa.table(table), path, **form) if table else path.touch()
+    return path, meta
 
 
 def test_counts_are_those_of_the_vocabularies(tmp_path):
-    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=4),), splits={})
-    path = tmp_path / meta.vocabulary_file("C1")
-    path.parent.mkdir()
     table = {"value": ["b", "a", None], "id": [0, 1, 3], "count": [9, 5, 2]}
-    parquet.write_table(pa.table(table), path)
+    meta = vocabulary(tmp_path, table)[1]
     assert [c.tolist() for c in read_frequencies(tmp_path, meta)] == [[9, 5, 0, 2]]
 
 
@@ -97,12 +100,7 @@ def test_an_id_outside_its_table_is_named(tmp_path):
     ],
 )
 def test_a_damaged_vocabulary_is_named(tmp_path, table, message):
-    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=4),), splits={})
-    path = tmp_path / meta.vocabulary_file("C1")
-    path.parent.mkdir()
-    path.touch()
-    if table:
-        parquet.write_table(pa.table(table), path)
+    meta = vocabulary(tmp_path, table)[1]
     with pytest.raises(ValueError, match=rf"C1.parquet {message}"):
         read_frequencies(tmp_path, meta)
 
@@ -120,12 +118,9 @@ def retype_the_pages(content, first):
     ("change", "message"), [(flip_a_bit, "as a vocabulary"), (retype_the_pages, ".*0 of 100 rows")]
 )
 def test_a_changed_byte_of_a_vocabulary_is_found(change, message, tmp_path):
-    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=100),), splits={})
-    path = tmp_path / meta.vocabulary_file("C1")
-    path.parent.mkdir()
-    table = pa.table({"id": range(100), "count": range(1000, 1100)})
-    plain = {"compression": "none", "use_dictionary": False}
-    parquet.write_table(table, path, write_page_checksum=True, **plain)
+    table = {"id": range(100), "count": range(1000, 1100)}
+    form = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    path, meta = vocabulary(tmp_path, table, 100, **form)
     content = bytearray(path.read_bytes())
     change(content, parquet.read_metadata(path).row_group(0))
     path.write_bytes(content)

@@ -1,7 +1,6 @@
 """The loader on real Parquet files: every row once, in an order that can be continued."""
 
 import dataclasses
-import itertools
 import json
 import threading
 import time
@@ -15,9 +14,10 @@ import torch
 from dlrm.data import loader as loader_module
 from dlrm.data import shuffle
 from dlrm.data.loader import BatchLoader
-from dlrm.data.schema import Categorical, Meta, Split
+from dlrm.data.schema import Categorical, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
 from dlrm.training.prefetch import Prefetcher
+from tests.kit import write_split
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -35,27 +35,11 @@ def columns(rows=ROWS, seed=0):
     return data
 
 
-def write(directory, data, *, files=2, row_group_size=64, categorical=None, **schema):
+def write(directory, data, *, files=2, categorical=None, dense=DENSE, **described):
     """Write ``data`` as the split "train" in several files, with its meta file."""
-    table = pa.table(data)
-    names, cuts = [], np.linspace(0, table.num_rows, files + 1).astype(int)
-    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
-        names.append(f"train_{i}.parquet")
-        piece = table.slice(start, stop - start)
-        pq.write_table(
-            piece, directory / names[-1], row_group_size=row_group_size, write_page_checksum=True
-        )
     if categorical is None:
         categorical = [Categorical(name=f"C{i}", cardinality=c) for i, c in enumerate(TABLES, 1)]
-    split = Split(files=tuple(names), rows=table.num_rows, positives=0)
-    meta = Meta(
-        dense=schema.pop("dense", DENSE),
-        categorical=tuple(categorical),
-        splits={"train": split, "val": Split(files=(), rows=0, positives=0)},
-        **schema,
-    )
-    meta.write(directory)
-    return meta
+    return write_split(directory, data, categorical, files=files, dense=dense, **described)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +107,7 @@ def test_order_depends_on_seed_and_epoch_alone(data):
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, window):
-    write(tmp_path, columns(), files=1, row_group_size=ROWS)
+    write(tmp_path, columns(), files=1, group=ROWS)
     loader = BatchLoader(tmp_path, "train", batch_size=100, shuffle=True, window=window)
     orders = []
     for epoch in range(3):
@@ -151,7 +135,7 @@ def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
         Categorical(name="C2", cardinality=3000),
         Categorical(name="H1", cardinality=90, multi_hot=True),
     ]
-    write(tmp_path, {**source, "H1": lists}, categorical=tables, row_group_size=6000)
+    write(tmp_path, {**source, "H1": lists}, categorical=tables, group=6000)
     loader = BatchLoader(tmp_path, "train", batch_size=2100, shuffle=True)
     batches = list(loader)
     order = np.array(rows(batches))
@@ -556,13 +540,14 @@ def test_other_number_of_rows_than_described(tmp_path):
         BatchLoader(tmp_path, "train", batch_size=10)
 
 
-def test_unknown_and_empty_split(data):
-    with pytest.raises(
-        ValueError, match=r"no split 'trian', did you mean 'train'\? valid: train, val"
-    ):
-        BatchLoader(data, "trian", batch_size=10)
-    with pytest.raises(ValueError, match=r"split 'val' of .*meta.json is empty"):
-        BatchLoader(data, "val", batch_size=10)
+def test_unknown_and_empty_split(tmp_path):
+    meta = write(tmp_path, columns())
+    splits = {**meta.splits, "val": Split(files=(), rows=0, positives=0)}
+    dataclasses.replace(meta, splits=splits).write(tmp_path)
+    known = r"no split 'trian', did you mean 'train'\? valid: train, val"
+    for split, message in ("trian", known), ("val", r"split 'val' of .*meta.json is empty"):
+        with pytest.raises(ValueError, match=message):
+            BatchLoader(tmp_path, split, batch_size=10)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import gc
 import json
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -14,8 +13,8 @@ from dlrm.data import loader as loader_module
 from dlrm.data import synthetic
 from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.schema import Categorical, Meta, Split
-from tests.kit import combinations
+from dlrm.data.schema import Categorical, Meta
+from tests.kit import combinations, write_split
 
 ROWS, GROUPS = 20_000, 40
 
@@ -30,12 +29,7 @@ def write(directory, rows=ROWS, group_rows=ROWS // GROUPS, extra=0, multi_hot=Fa
     if multi_hot:
         data["H1"] = [[i % 7] * (i % 3) for i in range(rows)]
         tables.append(Categorical(name="H1", cardinality=7, multi_hot=True))
-    pq.write_table(pa.table(data), directory / "train.parquet", row_group_size=group_rows)
-    Meta(
-        dense=("I1", *more),
-        categorical=tuple(tables),
-        splits={"train": Split(files=("train.parquet",), rows=rows, positives=rows // 2)},
-    ).write(directory)
+    write_split(directory, data, tables, group=group_rows, dense=["I1", *more])
     return directory
 
 

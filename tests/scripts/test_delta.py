@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlrm.export.delta import changes_between
+from tests.kit import corrupt
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
@@ -185,9 +186,7 @@ def test_another_export_and_damaged_files_are_refused(
     refused("was made from another export than", base=other)
     for directory, name in ((delta, "rows.safetensors"), (base, "weights.safetensors")):
         shutil.copytree(directory, tmp_path / "copy")
-        content = bytearray((directory / name).read_bytes())
-        content[-3] ^= 1
-        (tmp_path / "copy" / name).write_bytes(content)
+        corrupt(tmp_path / "copy" / name)
         refused(f"{name} is damaged", **{directory.name: tmp_path / "copy"})
         shutil.rmtree(tmp_path / "copy")
     shutil.copytree(delta, tmp_path / "copy")

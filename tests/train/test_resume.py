@@ -15,7 +15,9 @@ from pyarrow import parquet
 from dlrm.data import synthetic
 from dlrm.training.checkpoint import read_index
 from dlrm.training.run_directory import RunLock, resume_hint
-from tests.kit import first, wait_for
+from tests.kit import contents, corrupt, first, wait_for
+
+TENSORS = "rank_00000.safetensors"
 
 
 @pytest.mark.parametrize("kind", ["tt", "dynamic"])
@@ -136,11 +138,6 @@ def test_no_name_of_a_run_is_written_or_read_through_a_link_out_of_it(
         error = run(program, *given, status=2).stderr
         assert f"{place} is a link out of {stranger}: put what it leads to" in error
         assert contents(victim) == before
-
-
-def contents(path):
-    """Every file at or below a path, and what it holds."""
-    return {p: p.read_bytes() for p in [path, *path.rglob("*")] if p.is_file()}
 
 
 def test_a_new_run_does_not_write_through_links(train, tmp_path):
@@ -269,13 +266,6 @@ def test_how_to_go_on_is_said(two_steps, tmp_path):
     assert resume_hint(two_steps) == f"resume with --resume {two_steps}"
 
 
-def corrupt(path):
-    """Change a byte of the tensors of a checkpoint."""
-    content = bytearray((path / "rank_00000.safetensors").read_bytes())
-    content[-5] ^= 16
-    (path / "rank_00000.safetensors").write_bytes(content)
-
-
 @pytest.fixture
 def ten_steps(train, tmp_path):
     """A run of ten steps with a checkpoint after every second one, all of them kept."""
@@ -288,8 +278,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     run, train, ten_steps, losses, lines, tmp_path
 ):
     expected, checkpoints = losses(ten_steps), ten_steps / "checkpoints"
-    corrupt(checkpoints / "step_10")
-    corrupt(checkpoints / "step_8")
+    for step in (10, 8):
+        corrupt(checkpoints / f"step_{step}" / TENSORS)
     done = run("train", "--resume", ten_steps)
     assert f"warning: {checkpoints / 'step_10'} is damaged: tensor " in done.stderr
     assert f"warning: {checkpoints / 'step_6'} is read instead" in done.stderr
@@ -320,7 +310,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps, losses,
 
 def test_without_an_intact_checkpoint_nothing_is_changed(run, train, ten_steps):
     for path in (ten_steps / "checkpoints").glob("step_*"):
-        corrupt(path)
+        corrupt(path / TENSORS)
 
     def files():
         kept = (path for path in ten_steps.rglob("*") if ".lock" not in path.name)

@@ -26,7 +26,7 @@ from dlrm.training.checkpoint.index import Index
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.local_shards import LocalShards
-from tests.kit import write_checkpoint
+from tests.kit import corrupt, write_checkpoint
 
 SIZES = [300, 20, 150]
 KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
@@ -92,13 +92,6 @@ def values(path):
 
 def equal(one, other):
     return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-
-
-def corrupt(path, at=-5):
-    """Change a byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[at] ^= 16
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -36,8 +36,8 @@ class LabelRule:
     """Which values of a label count as 1; without any option, 0 and 1, or false and true."""
 
     positive: Sequence[str] | None = None
-    negative: Sequence[str] | None = None
-    """The values that count as 0; ``("*",)`` or None: all others."""
+    negative: Sequence[str] = ()
+    """The values that count as 0; ``("*",)``: all others."""
     operator: str | None = None
     """Of a comparison, as in ``rating >= 4``."""
     value: str = ""
@@ -47,8 +47,7 @@ class LabelRule:
             return f"1 if {self.operator} {self.value}" + "''" * (not self.value)
         if self.positive is None:
             return "0 or 1"
-        others = self.negative is None or ALL_OTHERS in self.negative
-        zero = "all others" if others else " ".join(self.negative or ())
+        zero = "all others" if ALL_OTHERS in self.negative else " ".join(self.negative)
         return f"1: {' '.join(self.positive)}, 0: {zero}"
 
     @property
@@ -82,7 +81,7 @@ class LabelRule:
             return _mapped(array, name, LABELS, rule, optional or None)
 
         ones = dict.fromkeys(map(_plain, self.positive), 1)
-        if self.negative is None or ALL_OTHERS in self.negative:
+        if ALL_OTHERS in self.negative:
             return _mapped(array, name, ones, must, "", other=0)
         rule = f"it must be {_listed(self.positive)} (counts as 1) or {_listed(self.negative)} (0)"
         hint = "correct it, or list all values that count as 0 with negative: in the YAML"
@@ -114,7 +113,7 @@ def label_rule(options: TableOptions, column: str) -> LabelRule:
     """Which values of the label's column count as 1."""
     if options.label not in (None, column) and (found := split_comparison(options.label or "")):
         return found[1]
-    return LabelRule(positive=options.positive, negative=options.negative)
+    return LabelRule(positive=options.positive, negative=options.negative or ())
 
 
 def labels(

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.prepare.codes import LabelRule, labels
+from dlrm.data.prepare.codes import labels
 from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.table import options_as_yaml
@@ -167,11 +167,6 @@ def test_rows_to_score_have_the_same_labels(tmp_path):
     rows, _, numbers = next(iter(transform.read([later], skip_bad=True)))
     assert rows["bought"].to_pylist() == [0, 1] * 20
     assert numbers.tolist()[:4] == [1, 2, 4, 5]
-
-
-def test_a_preparation_from_before_counts_all_others_as_0():
-    array = pa.array(["yes", "no", "perhaps"])
-    assert labels(array, "bought", LabelRule(positive=["yes"])).to_pylist() == [1, 0, 0]
 
 
 def test_numbers_are_compared_by_their_value(tmp_path):

@@ -16,7 +16,7 @@ from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALIT
 from dlrm.data.synthetic import dataset
 from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.multi_hot import GROUP_ROWS
-from tests.kit import contents, read_criteo
+from tests.kit import contents, corrupt, read_criteo
 
 KAGGLE = profiles()["kaggle"]
 
@@ -101,9 +101,8 @@ def test_several_files_per_split(tmp_path, monkeypatch):
 def test_a_flipped_bit_is_found(tmp_path):
     synthetic.write(tmp_path / "data", rows=500, device="cpu")
     path = tmp_path / "data" / "train-00000.parquet"
-    column, damaged = pq.read_metadata(path).row_group(0).column(5), bytearray(path.read_bytes())
-    damaged[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 1
-    path.write_bytes(damaged)
+    column = pq.read_metadata(path).row_group(0).column(5)
+    corrupt(path, column.dictionary_page_offset + column.total_compressed_size - 1)
     with pytest.raises(ValueError, match="row group 0, column 'I5' cannot be read"):
         list(BatchLoader(tmp_path / "data", "train", batch_size=100))
 
