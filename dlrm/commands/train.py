@@ -232,9 +232,8 @@ class Run:
         factor, fresh = rates_after_fit(self.model, trained.data, self.config.data, lost, epochs)
 
         factor = self.config.optim.fine_tune or factor
-        self.schedule.fine_tune = factor
+        self.schedule.fine_tune = self.progress.fine_tune = factor
         self.progress.fitted = fitted
-        self.progress.fine_tune = factor
         self._say(report.fine_tuning(lost, factor, fresh))
         self._keep(self._evaluate("val") if fresh else after)
 
@@ -272,9 +271,8 @@ class Run:
         final |= tracking.named("val", val)  # logged when it was evaluated
         made = {"steps": self.steps, "batch_size": self.loaders.batch_size}
         about = made | report.about(self.train_data.meta, self.checkpoints.spec["plan"])
-        self.tracker.finish(
-            self.options, final, changed_options(self.options, available()), **about
-        )
+        changed = changed_options(self.options, available())
+        self.tracker.finish(self.options, final, changed, **about)
         self._say(report.summary(final, self.directory, kept=self.config.checkpoint))
         return final
 
