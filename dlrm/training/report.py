@@ -92,14 +92,21 @@ def opening(
     rows = splits["train"].rows
     weights = sum(parameter.numel() for parameter in dense)
     cache = sizes.get("embeddings/cache_bytes", 0)
+    ratio = sizes["embeddings/compression"]
 
     text = (
         f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
         f"embeddings {format_bytes(sizes['embeddings/bytes'])} "
-        f"({sizes['embeddings/compression']:.1f}x"
+        f"({ratio:.1f}x"
         f"{f', with a cache of {format_bytes(cache)}' if cache else ''}), "
         f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
+
+    # Small tables are no matter of memory.
+    full = sizes["embeddings/bytes"] * ratio
+    if ratio > 1 and full < weights:
+        text += f"\nnote: dense tables would take {format_bytes(full)}, next to MLPs of "
+        text += f"{format_bytes(4 * weights)}: compressing them saves little (--emb dense)"
 
     # Splits of equal labels and runs of a few steps are seldom meant.
     for name, split in splits.items():

@@ -51,3 +51,10 @@ def test_equal_labels_of_a_split_are_pointed_out():
     assert ", embeddings 80 B (1.0x), their" in told[0]
     cached = opening("offload", model, splits, sizes | {"embeddings/cache_bytes": 30}, 20)
     assert ", embeddings 80 B (1.0x, with a cache of 30 B), their" in cached
+
+    # The MLPs have 43 weights, the dense tables 40 or 80 bytes.
+    small = sizes | {"embeddings/bytes": 20, "embeddings/compression": 2.0}
+    note = "note: dense tables would take 40 B, next to MLPs of 172 B: "
+    assert opening("tt", model, splits, small, 20).splitlines()[1].startswith(note)
+    larger = small | {"embeddings/compression": 4.0}
+    assert "would take" not in opening("tt", model, splits, larger, 20)
