@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from dlrm.kernels.dynamic.new_rows import row_states
 from dlrm.kernels.lookup.paged import ReplicaParameter
 from dlrm.kernels.offload.pinned_memory import zeros_in_same_memory
-from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
+from dlrm.kernels.offload.row_cache import CachedRows, cached_rows, slots_for_update
 from dlrm.kernels.update.dense import update_dense
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import packed_rows
@@ -129,11 +129,8 @@ class RowOptimizer(Optimizer):
     ) -> None:
         """Update the rows of a sparse gradient."""
         assert parameter.grad is not None
-        rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
-        states, device = self._states(parameter, rule), parameter.device
-        if cached is not None and not cached.keeps(states):
-            cached.stop()  # it moves the states of another optimizer, or none
-            cached = None
+        rows, device = parameter.grad._indices()[0], parameter.device
+        states = self._states(parameter, rule)
         with torch.cuda.device_of(parameter):  # kernels start on the current GPU
             update_rows(
                 rule,
@@ -143,7 +140,7 @@ class RowOptimizer(Optimizer):
                 states,
                 lr=rate_of(group).to(device),
                 sorted_rows=sorter.result(parameter, rows) if sorter else None,
-                cached=None if cached is None else cached.cached_slots,
+                cached=slots_for_update(parameter, states),
                 seed=self._seed(group, [parameter]),
             )
 
@@ -293,11 +290,13 @@ def apply_in_backward(
             for parameter in group["params"]:
                 allowed = only is None or parameter in only
                 if allowed and parameter.grad is None:  # else gradients are being accumulated
+                    states = list(optimizer.state[parameter].values())
                     update = FusedUpdate(
                         rule=rule,
                         lr=rate_of(group).to(parameter.device),
-                        states=list(optimizer.state[parameter].values()),
+                        states=states,
                         seed=group.get("seed") if optimizer._rounds(parameter) else None,
+                        cached=slots_for_update(parameter, states),
                     )
                     updates.append((parameter, update))
     return FusedUpdates(updates)

@@ -212,7 +212,7 @@ def lookup_bags(
     # The backward pass may update rows itself where all rows of a bag have its gradient.
     require_contiguous(weight=storage(weight)[0], **tables._asdict())
     bags = bags.contiguous()
-    alike = mode == "sum" and bags.weights is None and sparse and type(source) is Weight
+    alike = mode == "sum" and bags.weights is None and sparse and source.updates_in_backward
     request = _Request(
         source=source,
         ids=bags.ids,

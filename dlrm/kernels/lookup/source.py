@@ -142,6 +142,9 @@ class RowSource(ABC):
     """Elements of a tile of a look-up; None for the usual number."""
     renumbers: ClassVar[bool] = False
     """Whether a row has another number in its weight than in the table."""
+    updates_in_backward: ClassVar[bool] = False
+    """Whether the backward pass may update the rows that were looked up: each is a row of the one
+    weight, with the gradient of its vector."""
 
     @property
     @abstractmethod
@@ -199,6 +202,8 @@ class RowSource(ABC):
 class Weight(RowSource):
     """The rows of one tensor ``[V, D]``, packed or not."""
 
+    updates_in_backward = True
+
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
@@ -224,6 +229,7 @@ class ShortRows(Weight):
     """
 
     renumbers = True
+    updates_in_backward = False
 
     def __init__(self, weight: Tensor, dim: int, embedding_dim: int, scale: float) -> None:
         super().__init__(weight)

@@ -278,8 +278,9 @@ def _look_up(
     if triton:
         memory = storage(source.weight)[0] if isinstance(source, Weight) else None
         require_contiguous(weight=memory, **tables._asdict())
-    plain = triton and sparse and type(source) is Weight
-    update = updates.take(source.weights[0]) if plain and updates is not None else None
+    update = None
+    if updates is not None and triton and sparse and source.updates_in_backward:
+        update = updates.take(source.weights[0])
     request = _Request(
         source=source,
         tables=tables,

@@ -95,6 +95,21 @@ def cached_rows(parameter: Tensor) -> CachedRows | None:
     return parameter.cached if isinstance(parameter, CachedParameter) else None
 
 
+def slots_for_update(parameter: Tensor, states: Sequence[Tensor]) -> CachedSlots | None:
+    """The cached rows of a parameter and of its optimizer's states; None if it has no cache.
+
+    A cache that moves the states of another optimizer, or none, is stopped.
+    """
+    cached = cached_rows(parameter)
+    if cached is None:
+        return None
+    moving = [id(host) for host, _ in cached.tensors[1:]]
+    if cached.active and moving == [id(state) for state in states]:
+        return cached.cached_slots
+    cached.stop()
+    return None
+
+
 def slots_that_fit(dim: int, device: torch.device) -> int:
     """Number of slots whose rows and two states in fp32 take half of the GPU's free memory."""
     if device.type != "cuda":
@@ -119,6 +134,7 @@ class CachedRows(RowSource):
     """
 
     tile: ClassVar[int] = 2048  # few other rows wait for one in host memory
+    updates_in_backward = True
 
     def __init__(
         self, weight: Tensor, capacity: int, *, half_life: float = 1000.0, impl: str | None = None
@@ -150,6 +166,11 @@ class CachedRows(RowSource):
         cache = torch.zeros(len(cached), columns, dtype=dtype, device=weight.device)
         self.tensors.append((host, cache))
         return host
+
+    @property
+    def _memory(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors as moves write to them: no value changes, so autograd must not see it."""
+        return [(host.data, cache) for host, cache in self.tensors]
 
     @property
     def moves(self) -> bool:
@@ -226,10 +247,10 @@ class CachedRows(RowSource):
         self.ready = True
 
         if now is not None:
-            move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)
+            move_rows(self.index, self._memory, *now, ahead=False, impl=self.impl)
         if coming is not None:
             with self.side.fork():
-                move_rows(self.index, self.tensors, *coming, ahead=True, impl=self.impl)
+                move_rows(self.index, self._memory, *coming, ahead=True, impl=self.impl)
             # All of these may be dropped meanwhile.
             caches = [cache for _, cache in self.tensors]
             self.side.keep([coming[0], *caches, *self.index.tensors])
@@ -272,7 +293,7 @@ class CachedRows(RowSource):
         self.wait()
         held = (self.index.slot_to_row >= 0).nonzero()[:, 0]
         rows = self.index.slot_to_row[held].long()
-        for host, cache in self.tensors:
+        for host, cache in self._memory:
             host.index_copy_(0, rows, cache[held])
 
     @torch.no_grad()
@@ -283,11 +304,6 @@ class CachedRows(RowSource):
         self.flush()
         self.index.clear()
         self.ready = False
-
-    def keeps(self, states: Sequence[Tensor]) -> bool:
-        """Whether rows move together with exactly these tensors of :meth:`new_rows`."""
-        own = [id(host) for host, _ in self.tensors[1:]]
-        return self.active and own == [id(state) for state in states]
 
     def stop(self) -> None:
         """Write all rows back and stop caching until the next :meth:`start`."""

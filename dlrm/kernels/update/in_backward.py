@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.packed import packed_rows
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.kernels.update.rules import Rule
@@ -29,12 +30,14 @@ class FusedUpdate:
         lr: learning rate, a 0-d tensor on the parameter's device.
         states: the state of the optimizer, in the order of ``rule.states``.
         seed: of stochastic rounding, a 0-d tensor on the parameter's device; None for none.
+        cached: the cached rows of the parameter and its states, if these are in host memory.
     """
 
     rule: Rule
     lr: Tensor
     states: Sequence[Tensor]
     seed: Tensor | None = None
+    cached: CachedSlots | None = None
     takers: int = 0  # forward passes that read the parameter and took its update
     applied: bool = False
 
@@ -68,7 +71,7 @@ class FusedUpdate:
         table = parameter if packed_rows(parameter) is not None else parameter.detach()
         update_rows(
             self.rule, table, rows, grads, self.states,
-            lr=self.lr, sorted_rows=found, seed=self.seed, impl="triton",
+            lr=self.lr, sorted_rows=found, cached=self.cached, seed=self.seed, impl="triton",
         )  # fmt: skip
         self.applied = True
         increment_version(parameter)

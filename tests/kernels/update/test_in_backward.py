@@ -1,4 +1,4 @@
-"""Rows that the backward pass updates, of ids and of bags, next to those of an optimizer."""
+"""Rows that the backward pass updates, of ids and of bags, on the GPU and in host memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import build
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.lookup import source
+from dlrm.kernels.offload import row_cache
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.data_parallel import GradientReducer
@@ -19,7 +20,8 @@ from tests.kit import first
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
-    monkeypatch.setattr(source, "use_triton", lambda *_: True)
+    for module in (source, row_cache):
+        monkeypatch.setattr(module, "use_triton", lambda *_: True)
 
 
 @pytest.fixture(params=["ids", "bags"])
@@ -27,16 +29,25 @@ def bags(request):
     return request.param == "bags"
 
 
+@pytest.fixture(params=["dense", "offload"])
+def kind(request):
+    return request.param
+
+
 class Run:
     """A table whose ids or bags are looked up, the same each time."""
 
-    def __init__(self, device, bags):
+    def __init__(self, device, bags, kind="dense"):
         self.bags = bags
         torch.manual_seed(0)
-        self.group = build("dense", [9], 4, mode="sum").to(device)
+        own = {"cache_rows": 4} if kind == "offload" else {}
+        self.group = build(kind, [9], 4, mode="sum", **own).to(device)
         self.weight = self.group.weight
-        self.start = self.weight.detach().clone()
+        self.start = self.rows()
         self.optimizer = RowOptimizer([self.weight], "adagrad", lr=0.1, eps=0.1)
+
+    def rows(self):
+        return self.group.kept_rows().clone()
 
     def loss(self, step=0, updates=None, dtype=None):
         torch.manual_seed(step)
@@ -51,16 +62,16 @@ class Run:
 
 
 @pytest.fixture
-def pair(device, bags):
-    return Run(device, bags), Run(device, bags)
+def pair(device, bags, kind):
+    return Run(device, bags, kind), Run(device, bags)
 
 
 def assert_stepped_alike(ours, theirs):
     """After a step of the optimizers, for what still has a gradient."""
     for run in (ours, theirs):
         run.optimizer.step()
-    assert not torch.equal(ours.weight, ours.start)
-    torch.testing.assert_close(ours.weight, theirs.weight, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(ours.rows(), ours.start)
+    torch.testing.assert_close(ours.rows(), theirs.rows(), atol=1e-5, rtol=1e-5)
 
 
 def test_a_look_up_without_gradient_does_not_count(pair):
@@ -80,7 +91,7 @@ def test_both_gradients_of_rows_looked_up_twice_count(pair):
     (theirs.loss() + theirs.loss(1)).backward()
     with apply_in_backward([ours.optimizer]) as updates:
         (ours.loss(updates=updates) + ours.loss(1, updates)).backward()
-    assert torch.equal(ours.weight, ours.start)
+    assert torch.equal(ours.rows(), ours.start)
     assert_stepped_alike(ours, theirs)
 
 
@@ -94,8 +105,8 @@ def test_a_gradient_is_added_to_one_that_is_there(pair):
     assert_stepped_alike(ours, theirs)
 
 
-def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device, bags):
-    run = Run(device, bags)
+def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device, bags, kind):
+    run = Run(device, bags, kind)
     with apply_in_backward([run.optimizer]) as updates:
         loss = run.loss(updates=updates)
     loss.backward()
@@ -103,11 +114,11 @@ def test_nothing_is_applied_after_the_block_nor_to_frozen_rows(device, bags):
     run.weight.requires_grad_(False)
     with apply_in_backward([run.optimizer]) as updates:
         assert not run.loss(updates=updates).requires_grad
-    assert torch.equal(run.weight, run.start)
+    assert torch.equal(run.rows(), run.start)
 
 
-def test_a_second_backward_pass_is_refused(device, bags):
-    run = Run(device, bags)
+def test_a_second_backward_pass_is_refused(device, bags, kind):
+    run = Run(device, bags, kind)
     with apply_in_backward([run.optimizer]) as updates:
         loss = run.loss(updates=updates)
         loss.backward(retain_graph=True)
@@ -125,7 +136,7 @@ def test_vectors_and_their_gradients_may_have_another_type(pair, bags):
             assert loss.dtype == (dtype or torch.float32)
             loss.backward()
         assert run.weight.grad is None
-    torch.testing.assert_close(ours.weight, theirs.weight, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(ours.rows(), theirs.rows(), atol=1e-3, rtol=1e-2)
     if not bags:  # others that pool rows take the type alone
         ours.loss(dtype=torch.bfloat16).backward()
         assert ours.weight.grad.dtype == torch.float32
