@@ -29,7 +29,6 @@ class Offload(HostRows):
     """
 
     grows = True
-    packs_rows = False
     of_speed = frozenset({"cache_rows", "cache_share", "half_life"})
 
     def __init__(

@@ -13,10 +13,12 @@ from dlrm.embeddings import build
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.offload import admission, row_cache
 from dlrm.kernels.offload.pinned_memory import in_host_memory
+from dlrm.kernels.update.packed import stored_rows
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.training.step import TrainStep
 from dlrm.utils.bags import Bags
+from tests.kit import combinations
 
 SIZES = [7, 40, 3]
 DIM = 4
@@ -28,7 +30,9 @@ def pair(rule="sgd", cache_rows=9, dtype=torch.float32, impl=None, **options):
     groups, optimizers = [], []
     for kind, own in (("dense", {}), ("offload", {"cache_rows": cache_rows, "half_life": 4})):
         torch.manual_seed(3)
-        group = build(kind, SIZES, DIM, **own).to(dtype)
+        packed = dtype if isinstance(dtype, str) else None
+        group = build(kind, SIZES, DIM, dtype=packed, **own)
+        group = group if packed else group.to(dtype)
         if kind == "offload":
             group.cached.impl = impl
         groups.append(group)
@@ -118,27 +122,28 @@ def test_every_rule_equals_dense_and_its_state_moves_with_the_rows(rule, options
     assert_equal_states(groups, optimizers)
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
-def test_bf16_rows_rounded_by_chance_equal_dense(rule):
-    groups, optimizers = pair(rule, 6, torch.bfloat16)
+@combinations(rule=["sgd", "adagrad"], dtype=[torch.bfloat16, "int8"])
+def test_rows_rounded_by_chance_equal_dense(rule, dtype):
+    groups, optimizers = pair(rule, 6, dtype)
     train(groups, optimizers, 40)
     assert_equal_states(groups, optimizers)
 
 
 @pytest.mark.parametrize(
-    ("cache_rows", "few"),
+    ("cache_rows", "few", "dtype"),
     [
-        pytest.param(1, 4096, marks=pytest.mark.slow),
-        (9, 4096),
-        pytest.param(30, 4096, marks=pytest.mark.slow),
-        (30, 3),
+        pytest.param(1, 4096, torch.float32, marks=pytest.mark.slow),
+        (9, 4096, torch.float32),
+        (9, 4096, "int8"),
+        pytest.param(30, 4096, torch.float32, marks=pytest.mark.slow),
+        (30, 3, torch.float32),
     ],
 )
-def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, few):
+def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, few, dtype):
     monkeypatch.setattr(admission, "FEW", few)  # of more missing rows the rest stays in place
     if device.type == "cuda":
         pytest.skip("the interpreter's; on a GPU see below")
-    groups, optimizers = pair("adam", cache_rows, impl="triton")
+    groups, optimizers = pair("adam", cache_rows, dtype, impl="triton")
     train(groups, optimizers, 12)
     assert_equal_states(groups, optimizers)
 
@@ -210,12 +215,12 @@ def test_bags_are_fetched_ahead_too():
     torch.testing.assert_close(groups[0].to_dense(1), groups[1].to_dense(1))
 
 
-@pytest.mark.parametrize("cache_rows", [0, 5, 50])
-def test_state_loads_into_any_cache_and_into_dense(cache_rows):
-    groups, optimizers = pair("adam", 9)
+@combinations(cache_rows=[0, 5, 50], dtype=[torch.float32, "int8"])
+def test_state_loads_into_any_cache_and_into_dense(cache_rows, dtype):
+    groups, optimizers = pair("adam", 9, dtype)
     train(groups, optimizers, 20)
     states = [copy.deepcopy(part.state_dict()) for part in (groups[1], optimizers[1])]
-    (dense, offload), (one, two) = pair("adam", cache_rows)
+    (dense, offload), (one, two) = pair("adam", cache_rows, dtype)
     train((dense, offload), (one, two), 7)  # so that there is something in the cache to forget
     for group, optimizer in ((dense, one), (offload, two)):
         group.load_state_dict(states[0])
@@ -281,10 +286,11 @@ def pickled(both):
     return pickle.loads(pickle.dumps(both))
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first):
-    (_, group), (_, optimizer) = pair("adam", 9)
+@combinations(
+    again=[copy.deepcopy, pickled], optimizer_first=[False, True], dtype=[torch.float32, "int8"]
+)
+def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first, dtype):
+    (_, group), (_, optimizer) = pair("adam", 9, dtype)
     for _ in range(10):
         step(group, optimizer, draw(), 0)
     both = (optimizer, group) if optimizer_first else (group, optimizer)
@@ -302,13 +308,14 @@ def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first
 
 
 @pytest.mark.gpu
-def test_a_copy_is_made_in_host_memory(device):
-    group = build("offload", [300_000], 16).to(device)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_copy_is_made_in_host_memory(device, dtype):
+    group = build("offload", [300_000], 16, dtype=dtype).to(device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     twin = copy.deepcopy(group)
-    assert in_host_memory(twin.weight)
-    assert torch.cuda.max_memory_allocated() - before < group.weight.nbytes / 10
+    assert in_host_memory(stored_rows(twin.weight))
+    assert torch.cuda.max_memory_allocated() - before < group.footprint()[0]["host"] / 10
     ids = torch.arange(0, 300_000, 1000, device=device)
     assert torch.equal(twin.rows(0, ids), group.rows(0, ids))
 

@@ -14,7 +14,13 @@ from dlrm.embeddings.common.row_caches import Ids, PrefetchesRows
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels.lookup.source import RowSource
 from dlrm.kernels.offload.pinned_memory import empty_on_host
-from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
+from dlrm.kernels.offload.row_cache import (
+    CachedPackedParameter,
+    CachedParameter,
+    CachedRows,
+    cached_rows,
+)
+from dlrm.kernels.update.packed import PackedRows, record_bytes
 from dlrm.utils.bags import Bags
 
 MAX_WINDOW = 32  # batches of a prefetch window
@@ -54,6 +60,9 @@ class HostRows(PrefetchesRows, SharedRows):
             raise ValueError(f"cache_share is {cache_share}, it must be between 0 and 1")
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life}, it must be above 0")
+        on_host = not (cache_rows is None and cache_share is None)
+        if on_host and common.get("dtype") == "int4":
+            raise ValueError("rows in host memory have no int4: set --tables.dtype int8")
 
         rows, capacity = sum(num_kept), cache_rows
         if capacity is None and cache_share is not None:
@@ -70,13 +79,22 @@ class HostRows(PrefetchesRows, SharedRows):
     def _new_rows(self, count: int, dim: int, wide: int = 0) -> nn.Parameter:
         if self._capacity is None:
             return super()._new_rows(count, dim, wide)
-        rows = empty_on_host(torch.empty(0), (count, dim))
-        return CachedParameter(rows, capacity=self._capacity, half_life=self._half_life)
+        if self.dtype is None:
+            rows = empty_on_host(torch.empty(0), (count, dim))
+            return CachedParameter(rows, capacity=self._capacity, half_life=self._half_life)
+        data = torch.empty(0, dtype=torch.uint8)
+        data = empty_on_host(data, (count * record_bytes(dim, 8),)).zero_()
+        return CachedPackedParameter(
+            PackedRows(data=data, num_rows=count, dim=dim, wide=count),
+            capacity=self._capacity,
+            half_life=self._half_life,
+        )
 
     @property
     def on_host(self) -> bool:
         """Whether the rows are in host memory."""
-        return isinstance(self._parameters.get("weight"), CachedParameter)
+        weight = self._parameters.get("weight")
+        return weight is not None and cached_rows(weight) is not None
 
     @property
     def cached(self) -> CachedRows:
@@ -198,7 +216,7 @@ class HostRows(PrefetchesRows, SharedRows):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """For ``.to`` and the like: cast the rows, and map them for the device."""
-        if not self.on_host:
+        if not isinstance(self.weight, CachedParameter):  # packed rows do so themselves
             return super()._apply(fn, recurse)
         weight = self._parameters.pop("weight")
         assert weight is not None

@@ -112,9 +112,7 @@ class PacksRows(nn.Module):
         with self._without(self._packed()):
             super()._apply(fn, recurse)
         for name, weight in self._packed().items():
-            data, grad = fn(weight.packed.data), weight.grad
-            if data.dtype != torch.uint8:
-                raise ValueError(f"{self.dtype} rows can't become {data.dtype}")
-            moved = self._parameters[name] = weight.moved(data)
+            grad = weight.grad
+            moved = self._parameters[name] = weight.moved(fn)
             moved.grad = None if grad is None else fn(grad)
         return self

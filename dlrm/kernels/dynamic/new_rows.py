@@ -13,8 +13,8 @@ from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, row_of
-from dlrm.kernels.update.cached_slots import CachedSlots
-from dlrm.kernels.update.packed import CHUNK, storage, store_packed, write_rows
+from dlrm.kernels.update.cached_slots import CachedSlots, place_of
+from dlrm.kernels.update.packed import CHUNK, storage, store_packed, stored_values, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
 
@@ -50,14 +50,8 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
 
 
 @triton.jit
-def _begin(row, slot, stride, to_cache):
-    """Where rows of a tensor, or their cached copies, begin."""
-    return tl.where(slot >= 0, slot * stride + to_cache, row * stride)
-
-
-@triton.jit
 def _reset_rows(
-    data, wide, states, slots, strides, offsets, table_rows, num_shared, lookups, placed, bounds,
+    data, wide, states, slots, strides, to_cache, table_rows, num_shared, lookups, placed, bounds,
     seed, F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +73,7 @@ def _reset_rows(
         mask = live[:, None] & (column < D)
         slot = row * 0 - 1  # in a cache
         if slots is not None:
-            slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
+            slot = tl.load(slots + row, mask=live, other=-1)
 
         key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
         bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
@@ -89,16 +83,19 @@ def _reset_rows(
         if FORMAT:
             scale = tl.zeros([BLOCK], tl.float32)
             value = tl.where(mask, value, 0.0)
-            store_packed(data, row, wide, live, value * 0, scale, value, seed, D, FORMAT, False)
+            place = place_of(row, slot, to_cache[0])
+            store_packed(
+                data, row, place, wide, live, value * 0, scale, value, seed, D, FORMAT, False
+            )
         else:
-            at = _begin(row, slot, strides[0], offsets[0])[:, None] + column
+            at = (place_of(row, slot, to_cache[0]) * strides[0])[:, None] + column
             tl.store(data + at, value.to(data.dtype.element_ty), mask=mask)
 
         # States.
         for index in tl.static_range(len(WIDTHS)):
             zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
-            stride, to_cache = strides[index + 1], offsets[index + 1]
-            at = _begin(row, slot, stride, to_cache)[:, None] + column
+            place = place_of(row, slot, to_cache[index + 1])
+            at = (place * strides[index + 1])[:, None] + column
             tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTHS[index]))
 
 
@@ -142,13 +139,13 @@ def reset_rows(
     block_d = max(2, triton.next_power_of_2(dim))
     block = max(1, TILE // block_d)
     tensors = data, *states
-    strides, slots, offsets = tuple(each.stride(0) for each in tensors), None, (0,) * len(tensors)
+    strides, slots, to_cache = tuple(each.stride(0) for each in tensors), None, (0,) * len(tensors)
     if cached is not None:
-        slots, offsets = cached.slots, cached.offsets(tensors)
+        slots, to_cache = cached.slots, cached.to_cache
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
-        data, wide, tuple(states), slots, strides, offsets, table_rows, num_shared, lookups, placed,
-        bounds, seed, F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d, FORMAT=packing,
-        WIDTHS=tuple(state.numel() // len(weight) for state in states),
+        data, wide, tuple(states), slots, strides, to_cache, table_rows, num_shared, lookups,
+        placed, bounds, seed, F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d,
+        FORMAT=packing, WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
 
@@ -178,9 +175,9 @@ def reset_rows_torch(
         if cached is None:
             write_rows(weight, part, values)
         else:
-            cached.write(weight, 0, part, values.to(weight.dtype))
+            cached.write(0, part, stored_values(weight, values))
     for index, state in enumerate(states, 1):
         if cached is None:
             state.view(len(weight), -1)[rows] = 0
         else:
-            cached.write(state, index, rows, state.new_zeros(len(rows), state.shape[1]))
+            cached.write(index, rows, state.new_zeros(len(rows), state.shape[1]))

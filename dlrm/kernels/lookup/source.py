@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.update.cached_slots import place_of
 from dlrm.kernels.update.packed import load_packed, read_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
@@ -31,9 +32,9 @@ class KernelSource(NamedTuple):
     num_wide: int | None = None
     """Packed: how many rows have 8 bits, if both widths occur."""
     slots: Tensor | None = None
-    """Cached: the slot of each row in the cache, ``[V]``; negative for a row without one."""
+    """Of rows in host memory: the slot of each in a cache, ``[V]``; negative for none."""
     to_cache: int | None = None
-    """Cached: elements from the start of ``data`` to the start of the cache."""
+    """The row of ``data`` at which the cache would begin: see ``CachedSlots``."""
     addresses: Tensor | None = None
     """Paged: the address of each page, ``[replicas, pages]`` int64."""
     pages: int | None = None
@@ -49,7 +50,7 @@ class KernelSource(NamedTuple):
 class SourceKind(NamedTuple):
     """How rows are stored: kernels are compiled for it."""
 
-    name: Literal["plain", "packed", "cached", "paged"]
+    name: Literal["plain", "packed", "paged"]
     bits: int = 0
     """Packed: bits of a weight, 8 or 4, or 12 if there are both."""
     page_size: int = 0
@@ -74,17 +75,14 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
         mask = mask & (column < KIND.short)
         column = column + (row % KIND.per_row)[:, None] * KIND.short
         row = row // KIND.per_row
+    if source.slots is not None:  # where the current values are
+        row = place_of(row, tl.load(source.slots + row, mask=live, other=-1), source.to_cache)
 
     if KIND.name == "packed":
         steps, scale = load_packed(
             source.data, row, source.num_wide, live, column, STORED, KIND.bits
         )
         value = steps * scale[:, None]
-
-    elif KIND.name == "cached":  # the current values are in the cache
-        slot = tl.load(source.slots + row, mask=live, other=-1)
-        at = tl.where(slot >= 0, slot.to(tl.int64) * D + source.to_cache, row * D)
-        value = tl.load(source.data + at[:, None] + column, mask=mask, other=0.0)
 
     elif KIND.name == "paged":  # by the address of the page
         page = row // KIND.page_size

@@ -19,14 +19,14 @@ stream. No row is used while it moves:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind
+from dlrm.kernels.lookup.source import KernelSource, SourceKind, Weight
 from dlrm.kernels.offload.admission import CacheIndex, move_rows
 from dlrm.kernels.offload.pinned_memory import (
     empty_on_host,
@@ -34,7 +34,8 @@ from dlrm.kernels.offload.pinned_memory import (
     on_host,
     zeros_in_same_memory,
 )
-from dlrm.kernels.update.cached_slots import CachedSlots
+from dlrm.kernels.update.cached_slots import CachedSlots, cache_of
+from dlrm.kernels.update.packed import PackedParameter, PackedRows, packed_rows, stored_rows
 from dlrm.utils.streams import side_stream_of
 
 SHARE = 0.97  # of the slots that two windows should need: rows without one are slow
@@ -72,27 +73,70 @@ class CachedParameter(nn.Parameter):
         parameter.cached = CachedRows(parameter, capacity, half_life=half_life, impl=impl)
         return parameter
 
-    def _settings(self) -> tuple[Any, ...]:
-        cached = self.cached
-        return self.requires_grad, cached.capacity, cached.half_life, cached.impl
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
             self.cached.flush()
             rows = empty_on_host(self.data).copy_(self.data)
-            memo[id(self)] = type(self)(rows, *self._settings())
+            memo[id(self)] = type(self)(rows, self.requires_grad, *self.cached.settings)
         copied: Self = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and ``torch.save``: the rows after all are written back."""
         self.cached.flush()
-        return type(self), (self.data, *self._settings())
+        return type(self), (self.data, self.requires_grad, *self.cached.settings)
+
+
+class CachedPackedParameter(PackedParameter):
+    """A table of packed rows of one width in host memory; otherwise a :class:`CachedParameter`.
+
+    Args:
+        packed: the rows, in host memory.
+        requires_grad: see ``nn.Parameter``.
+        capacity, half_life, impl: see :class:`CachedRows`.
+    """
+
+    cached: CachedRows
+
+    def __new__(
+        cls,
+        packed: PackedRows,
+        requires_grad: bool = True,
+        capacity: int = 0,
+        half_life: float = 1000.0,
+        impl: str | None = None,
+    ) -> Self:
+        parameter = super().__new__(cls, packed, requires_grad)
+        parameter.cached = CachedRows(parameter, capacity, half_life=half_life, impl=impl)
+        return parameter
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """This parameter, mapped for the device to which ``fn`` moves tensors."""
+        data = self.packed.data
+        like = fn(data[:0])
+        if like.device == data.device:
+            return self
+        self.cached.stop()
+        return super().moved(lambda data: empty_on_host(like, data.shape).copy_(data))
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self.requires_grad, *self.cached.settings
+
+    def _copied_data(self) -> Tensor:
+        self.cached.flush()
+        return empty_on_host(self.packed.data).copy_(self.packed.data)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self.cached.flush()
+        return super().__reduce_ex__(protocol)
 
 
 def cached_rows(parameter: Tensor) -> CachedRows | None:
     """The cache of a parameter; None if it has none."""
-    return parameter.cached if isinstance(parameter, CachedParameter) else None
+    if isinstance(parameter, CachedParameter | CachedPackedParameter):
+        return parameter.cached
+    return None
 
 
 def slots_for_update(parameter: Tensor, states: Sequence[Tensor]) -> CachedSlots | None:
@@ -118,7 +162,7 @@ def slots_that_fit(dim: int, device: torch.device) -> int:
     return max(free // 2 // (3 * 4 * dim), 1)
 
 
-class CachedRows(RowSource):
+class CachedRows(Weight):
     """The rows of a table in host memory, and a cache of some of them on the GPU.
 
     It is inactive until an optimizer that supports it, such as ``RowOptimizer``, calls
@@ -127,22 +171,22 @@ class CachedRows(RowSource):
 
     Args:
         weight: the table, ``[V, D]``, in host memory; for a GPU a
-            :func:`dlrm.kernels.offload.pinned_memory.mapped_tensor`.
+            :func:`dlrm.kernels.offload.pinned_memory.mapped_tensor`; or packed rows in such memory.
         capacity: slots of the cache, 0 for none; fewer if the GPU's free memory is too small.
         half_life: windows in which the LFU score of an unused row halves.
         impl: see :mod:`dlrm.kernels`.
     """
 
     tile: ClassVar[int] = 2048  # few other rows wait for one in host memory
-    updates_in_backward = True
 
     def __init__(
         self, weight: Tensor, capacity: int, *, half_life: float = 1000.0, impl: str | None = None
     ) -> None:
+        super().__init__(weight)
         self.capacity = capacity
         self.half_life = half_life
         self.impl = impl
-        self.tensors = [(weight, weight)]  # in host memory, in the cache
+        self.tensors: list[tuple[Tensor, Tensor]] = []  # in host memory, in the cache
         self.active = False
         self.ready = False  # the rows of the window are where begin_window put them
 
@@ -150,22 +194,25 @@ class CachedRows(RowSource):
     def start(self) -> None:
         """Begin to cache, with an empty cache and without the states of :meth:`new_rows`."""
         self.release()
-        weight, _ = self.tensors[0]
-        device = weight.device
-        capacity = min(self.capacity, slots_that_fit(weight.shape[1], device))
-        self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
-        self.index = CacheIndex.empty(weight, capacity, self.half_life)
+        host, device = stored_rows(self.weight), self.weight.device
+        capacity = min(self.capacity, slots_that_fit(self.weight.shape[1], device))
+        self.tensors = [(host, cache_of(host, capacity))]
+        self.index = CacheIndex.empty(host, capacity, self.half_life)
         self.side = side_stream_of(device, "rows")
         self._moving = False  # rows are on their way
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Zeros ``[V, columns]`` in host memory that move with the rows of the table."""
-        weight, cached = self.tensors[0]
-        host = zeros_in_same_memory(weight, (len(weight), columns), dtype)
-        cache = torch.zeros(len(cached), columns, dtype=dtype, device=weight.device)
-        self.tensors.append((host, cache))
+        rows, slots = self.tensors[0]
+        host = zeros_in_same_memory(rows, (len(rows), columns), dtype)
+        self.tensors.append((host, cache_of(host, len(slots))))
         return host
+
+    @property
+    def settings(self) -> tuple[int, float, str | None]:
+        """What a copy is made with."""
+        return self.capacity, self.half_life, self.impl
 
     @property
     def _memory(self) -> list[tuple[Tensor, Tensor]]:
@@ -183,7 +230,7 @@ class CachedRows(RowSource):
         slots, demand = self.capacity, 0.0
         if self.active:  # there may be fewer slots
             slots, demand = len(self.index.slot_to_row), on_host(self.index.demand)[0].item()
-        if slots == len(self.tensors[0][0]):
+        if slots == len(self.weight):
             return 2**31  # there is a slot for each row
         return int(SHARE * slots / (demand or DEMAND)) // 2
 
@@ -195,23 +242,20 @@ class CachedRows(RowSource):
     @property
     def cached_slots(self) -> CachedSlots:
         """The cache as :func:`dlrm.kernels.update.sparse.update_rows` reads it."""
-        return CachedSlots(slots=self.slots, caches=[cache for _, cache in self.tensors])
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
-        """The rows in host memory, to which a look-up has a gradient."""
-        return (self.tensors[0][0],)
+        return CachedSlots(slots=self.slots, tensors=self.tensors)
 
     def for_kernel(self) -> tuple[KernelSource, SourceKind]:
-        to_cache, *_ = self.cached_slots.offsets([host for host, _ in self.tensors])
-        source = KernelSource(self.weights[0], slots=self.slots, to_cache=to_cache)
-        return source, SourceKind("cached")
+        source, kind = super().for_kernel()
+        return source._replace(slots=self.slots, to_cache=self.cached_slots.to_cache[0]), kind
 
     def runs_triton(self, ids: Tensor, impl: str | None) -> bool:
         return use_triton(ids, impl or self.impl)
 
     def read(self, rows: Tensor) -> Tensor:
-        return self.cached_slots.read(self.weights[0], 0, rows)
+        found, packed = self.cached_slots.read(0, rows), packed_rows(self.weight)
+        if packed is None:
+            return found
+        return packed.of_records(found).read(torch.arange(len(rows), device=rows.device))
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the cached rows with their states, and of the index."""
@@ -221,9 +265,8 @@ class CachedRows(RowSource):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For copies: the cache of the copied parameter."""
-        weight = self.tensors[0][0]
-        assert isinstance(weight, CachedParameter), "a cache is copied with its parameter"
-        return getattr, (weight, "cached")
+        assert cached_rows(self.weight) is self, "a cache is copied with its parameter"
+        return getattr, (self.weight, "cached")
 
     # Looking up and moving --------------------------------------------------------------------
 
@@ -310,6 +353,6 @@ class CachedRows(RowSource):
         if not self.active:
             return
         self.release()
-        self.tensors = [(self.tensors[0][0],) * 2]
+        self.tensors = []
         del self.index  # with four bytes on the GPU for each row of the table
         self.active = False

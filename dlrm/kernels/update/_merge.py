@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dlrm.kernels import tl, triton
+from dlrm.kernels.update.cached_slots import place_of
 from dlrm.kernels.update.packed import load_packed, store_packed
 from dlrm.kernels.update.rounding import round_to_bf16, store_rounded
 from dlrm.kernels.update.rules import (
@@ -50,8 +51,8 @@ class Table(NamedTuple):
     """The weight, then its states."""
     slots: Tensor | None
     """Slot of each row in the cache, negative for none; None without a cache."""
-    offsets: tuple[int, ...]
-    """Elements from the start of each tensor to the start of its cache."""
+    to_cache: tuple[int, ...]
+    """The row of each tensor at which its cache would begin, see ``CachedSlots``."""
     wide: int = 0
     """Number of packed rows with 8 bits, see :func:`~dlrm.kernels.update.packed.storage`."""
 
@@ -86,12 +87,17 @@ def _slot_of(row, table, live):
 
 
 @triton.jit
-def _pointer(row, slot, table, INDEX: tl.constexpr, WIDTH: tl.constexpr):
-    """Where rows of a tensor of the table, or their cached copies, begin."""
-    at = row * WIDTH
+def _place(row, slot, table, INDEX: tl.constexpr):
+    """Where rows of a tensor of the table are."""
     if table.slots is not None:
-        at = tl.where(slot >= 0, slot.to(tl.int64) * WIDTH + table.offsets[INDEX], at)
-    return table.tensors[INDEX] + at
+        row = place_of(row, slot, table.to_cache[INDEX])
+    return row
+
+
+@triton.jit
+def _pointer(row, slot, table, INDEX: tl.constexpr, WIDTH: tl.constexpr):
+    """Where rows of a tensor of the table begin."""
+    return table.tensors[INDEX] + _place(row, slot, table, INDEX) * WIDTH
 
 
 @triton.jit
@@ -115,7 +121,8 @@ def _read(
         at = _pointer(row, slot, table, 0, D)[:, None] + column
         value = tl.load(at, mask=mask, other=0.0)
     else:
-        value, scale = load_packed(table.tensors[0], row, table.wide, live, column, D, FORMAT)
+        place = _place(row, slot, table, 0)
+        value, scale = load_packed(table.tensors[0], place, table.wide, live, column, D, FORMAT)
 
     # Their states; what the rule does not have is a placeholder.
     first, second, momentum, row_state = value, value, value, row
@@ -184,9 +191,10 @@ def _update(
         weight = _pointer(row, slot, table, 0, D)[:, None] + column
         store_rounded(weight, element, value - lr * move, mask, step.seed, ROUND)
     else:
+        place = _place(row, slot, table, 0)
         store_packed(
-            table.tensors[0], row, table.wide, live, steps, scale, value - lr * move, step.seed,
-            D, FORMAT, ROUND,
+            table.tensors[0], row, place, table.wide, live, steps, scale, value - lr * move,
+            step.seed, D, FORMAT, ROUND,
         )  # fmt: skip
 
 

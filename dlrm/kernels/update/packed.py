@@ -16,7 +16,7 @@ Prediction", AAAI 2023, arXiv 2212.05735.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -66,6 +66,16 @@ class PackedRows:
     def format(self) -> int:
         """Bits of a weight, 8 or 4, or 12 if there are both: kernels are compiled for it."""
         return {self.num_rows: 8, 0: 4}.get(self.wide, 12)
+
+    @property
+    def records(self) -> Tensor:
+        """The records of rows of one width, ``[V, bytes / 2]`` int16."""
+        return self.data.view(torch.int16).view(self.num_rows, -1)
+
+    def of_records(self, records: Tensor) -> Self:
+        """Other rows of this width, by their :attr:`records` ``[n, bytes / 2]``."""
+        rows, data = len(records), records.reshape(-1).view(torch.uint8)
+        return replace(self, data=data, num_rows=rows, wide=rows if self.wide else 0)
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor, tuple[Any, Tensor]]]:
         """Divide ``rows`` by their width, 8 or 4 bits.
@@ -183,23 +193,34 @@ class PackedParameter(nn.Parameter):
         parameter.packed = packed
         return parameter
 
-    def moved(self, data: Tensor) -> Self:
-        """This parameter with its records in other memory; a new one between meta and others."""
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """This parameter after ``fn`` moved its records; a new one between meta and others."""
+        data = fn(self.packed.data)
+        if data.dtype != torch.uint8:
+            raise ValueError(f"packed rows can't become {data.dtype}")
         new = replace(self.packed, data=data)
         if data.is_meta != self.is_meta:
-            return type(self)(new, self.requires_grad)
+            return type(self)(new, *self.settings)
         self.packed, self.data = new, _stand_in(new)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
-            copied = replace(self.packed, data=self.packed.data.clone())
-            memo[id(self)] = type(self)(copied, self.requires_grad)
+            copied = replace(self.packed, data=self._copied_data())
+            memo[id(self)] = type(self)(copied, *self.settings)
         found: Self = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return type(self), (self.packed, self.requires_grad)
+        return type(self), (self.packed, *self.settings)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What a copy is made with, besides its rows."""
+        return (self.requires_grad,)
+
+    def _copied_data(self) -> Tensor:
+        return self.packed.data.clone()
 
 
 def _stand_in(packed: PackedRows) -> Tensor:
@@ -219,6 +240,22 @@ def storage(weight: Tensor) -> tuple[Tensor, int, int]:
     """
     packed = packed_rows(weight)
     return (weight, 0, 0) if packed is None else (packed.data, packed.wide, packed.format)
+
+
+def stored_rows(weight: Tensor) -> Tensor:
+    """The memory of a table, ``[V, columns]``; of packed rows :attr:`PackedRows.records`."""
+    packed = packed_rows(weight)
+    return weight if packed is None else packed.records
+
+
+def stored_values(weight: Tensor, values: Tensor) -> Tensor:
+    """What :func:`stored_rows` has of rows ``values [n, D]``, rounded to nearest."""
+    packed = packed_rows(weight)
+    if packed is None:
+        return values.to(weight.dtype)
+    rows = packed.of_records(packed.records.new_empty(len(values), packed.records.shape[1]))
+    rows.write(torch.arange(len(values), device=values.device), values)
+    return rows.records
 
 
 @torch.no_grad()
@@ -331,12 +368,14 @@ def load_packed(data, row, wide, live, column, D: tl.constexpr, FORMAT: tl.const
 
 @triton.jit
 def store_packed(
-    data, row, wide, live, steps, scale, value, seed, D: tl.constexpr, FORMAT: tl.constexpr,
-    ROUND: tl.constexpr,
+    data, row, place, wide, live, steps, scale, value, seed, D: tl.constexpr,
+    FORMAT: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Store updated rows ``[K, B]``, B even, as :meth:`PackedRows.update` does.
 
     Args:
+        row: the numbers of the rows, for rounding.
+        place: where their records are, as numbers of rows; those of a cache only in 8 bits.
         steps: the integers of the rows before the update.
         scale: their scales, ``[K]``.
         value: the weights after it.
@@ -385,7 +424,7 @@ def store_packed(
     steps = steps.to(tl.int32, bitcast=True)
     scale = tl.where(broken, float("nan"), scale)
 
-    begin, scale_at = _record(row, wide, D, FORMAT)
+    begin, scale_at = _record(place, wide, D, FORMAT)
     tl.debug_barrier()  # other warps may still read the record: see store_after_all_read
     if FORMAT != 4:
         mask8 = mask if FORMAT == 8 else mask & is_wide[:, None]

@@ -96,7 +96,7 @@ def update_rows(
         data, wide, packing = storage(weight)
         table = Table((data, *states), None, (), wide)
         if cached is not None:
-            table = Table((data, *states), cached.slots, cached.offsets((data, *states)))
+            table = Table((data, *states), cached.slots, cached.to_cache, wide)
         step = Step(lr, hyper(rule), seed)
         _launch(rule, sorted_rows, grads.contiguous(), table, step, packing)
     if seed is not None:  # without gradients too, so that every process rounds replicas alike
@@ -198,15 +198,22 @@ def update_rows_torch(
     rows, grad = merge_rows_torch(rows.long(), grads)
 
     packed = packed_rows(weight)
-    if packed is not None:
+    if packed is not None and cached is None:
         update_packed_torch(rule, packed, rows, grad, states, lr, seed)
+        return
+    if packed is not None and cached is not None:  # a table of these rows alone
+        records, *own = (cached.read(index, rows) for index in range(1 + len(states)))
+        some, every = packed.of_records(records), torch.arange(len(rows), device=rows.device)
+        update_packed_torch(rule, some, every, grad, own, lr, seed)
+        for index, new in enumerate((some.records, *own)):
+            cached.write(index, rows, new)
         return
 
     tensors = [tensor.view(len(weight), -1) for tensor in (weight, *states)]
     if cached is None:
         value, *state = [tensor.index_select(0, rows) for tensor in tensors]
     else:
-        value, *state = [cached.read(tensor, i, rows) for i, tensor in enumerate(tensors)]
+        value, *state = [cached.read(index, rows) for index in range(len(tensors))]
     value = value.to(grad.dtype)
     foreach_update(rule, [value], [grad], [state], lr)
     if seed is not None and weight.dtype == torch.bfloat16:
@@ -216,4 +223,4 @@ def update_rows_torch(
         if cached is None:
             tensor.index_copy_(0, rows, new.to(tensor.dtype))
         else:
-            cached.write(tensor, index, rows, new.to(tensor.dtype))
+            cached.write(index, rows, new.to(tensor.dtype))

@@ -29,6 +29,7 @@ from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.common.host_rows import MAX_WINDOW, HostRows
 from dlrm.embeddings.offload import Offload
+from dlrm.kernels.update.packed import BITS
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
@@ -47,7 +48,6 @@ from scripts.benchmarks.batches import (
 
 SMALL = "--cap 100 --batches 16 --mode eager --precision fp32 --rules adagrad"
 SMALL += " --warm-up 4 --checked 3 --span 4 --spans 2"
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 TABLE_ROWS, TABLE_LOOKUPS, TABLE_SHARE = 24_000_000, 1 << 20, 0.1
 WINDOWS = 12  # of one table that are timed
@@ -73,7 +73,7 @@ def arguments(parser: Parser) -> None:
     add("--threshold", type=int, default=0, help="smaller tables stay on the GPU")
     add("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
     add("--mode", choices=["auto", "eager", "graph"], default="auto")
-    add("--dtype", choices=TYPES, default="fp32", help="of the rows")
+    add("--dtype", choices=["fp32", "bf16", "int8"], default="fp32", help="of the rows")
     add("--dim", type=count_arg, help="16, or 128 with --large")
     add("--cap", type=count_arg, default=2**31, help="rows of a table at most")
     add("--large", action="store_true", help="the Terabyte model, offloaded")
@@ -203,9 +203,12 @@ def measure_table(
     options: argparse.Namespace, rule: str, rows: int = TABLE_ROWS, lookups: int = TABLE_LOOKUPS
 ) -> dict[str, Any]:
     """Look-up, backward and update of one offloaded table, its rows fetched ahead."""
-    dim, device, dtype = options.dim or 128, options.device, TYPES[options.dtype]
+    dim, device = options.dim or 128, options.device
+    own = {"dtype": options.dtype} if options.dtype in BITS else {}
     with torch.device(device):
-        group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False).to(dtype)
+        group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False, **own)
+    if options.dtype == "bf16":
+        group.bfloat16()
 
     def draw(size: int) -> list[Tensor]:
         return [power_law(rows, lookups, device).int()[None] for _ in range(size)]

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.offload import admission, row_cache, transfer
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import (
+    CachedPackedParameter,
     CachedParameter,
     CachedRows,
     cached_rows,
+    slots_for_update,
     slots_that_fit,
 )
 from dlrm.kernels.update import sparse
+from dlrm.kernels.update.packed import PackedParameter, PackedRows
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.streams import side_stream_of
@@ -83,6 +87,36 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
     assert cached.index.slot_to_row.ge(0).sum() >= min(capacity, 20)
     cached.flush()
     for mine, other in zip([weight, *host_states], [value, *states], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
+def test_packed_rows_equal_those_without_a_cache(device, rule):
+    rule, lr = make_rule(rule), torch.tensor(0.1, device=device)
+    start = PackedRows.empty(ROWS, DIM, ROWS, device)
+    start.write(torch.arange(ROWS, device=device), torch.randn(ROWS, DIM, device=device))
+    value = PackedParameter(start)
+    there = replace(start, data=in_host_memory(start.data, device))
+    weight = CachedPackedParameter(there, capacity=7, impl="triton")
+    cached = weight.cached
+    cached.start()
+    widths = [1 if per_row else DIM for per_row in rule.states.values()]
+    states = [torch.zeros(ROWS, width, device=device) for width in widths]
+    own = [cached.new_rows(width, torch.float32) for width in widths]
+    seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+
+    for index in range(3):
+        rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
+        grads = torch.randn(20, DIM, device=device)
+        found = look_up(cached, rows[None], training=True)
+        assert torch.equal(found[:, 0], lookup(value, rows, impl="triton")), index
+        options = {"lr": lr, "impl": "triton"}
+        update_rows(rule, value, rows, grads, states, seed=seeds[0], **options)
+        slots = slots_for_update(weight, own)
+        update_rows(rule, weight, rows, grads, own, cached=slots, seed=seeds[1], **options)
+    assert cached.index.slot_to_row.ge(0).sum() == 7
+    cached.flush()
+    for mine, other in zip([weight.packed.data, *own], [value.packed.data, *states], strict=True):
         assert torch.equal(mine, other)
 
 
