@@ -62,6 +62,7 @@ def draw(seed: int) -> dict[str, Any]:
         kind
         for kind, group in available().items()
         if (dtype in DTYPES[:2] or group.packs_rows)
+        and (kind != "offload" or dtype != "int4")
         and (kind != "paged" or tables < 300)  # of one page per row
     ]
     own = {}

@@ -280,6 +280,7 @@ BAD_OPTIONS = [  # of two tables of 10 rows of 16 weights
     ("offload", {"cache_rows": -1}, "cache_rows is -1, it must not be negative"),
     ("offload", {"cache_share": 1.5}, "cache_share is 1.5, it must be between 0 and 1"),
     ("offload", {"half_life": 0}, "half_life is 0, it must be above 0"),
+    ("offload", {"dtype": "int4"}, "rows in host memory have no int4: set --tables.dtype int8"),
     ("paged", {"page_size": 0}, "page_size is 0; set --paged.page_size to 1 or more"),
     ("paged", {"placement": "cylic"}, "unknown placement 'cylic', did you mean 'cyclic'"),
     ("paged", {"devices": ["gpu"]}, "paged.devices contains 'gpu'; each must be cuda:0"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dlrm.kernels import tl, triton
-from dlrm.kernels.lookup.source import load_rows
+from dlrm.kernels.lookup.source import current_place, load_rows
 from dlrm.kernels.lookup.tables import row_of
 
 
@@ -47,7 +47,7 @@ def pool(
         # Plain rows of full length without the change of layout, which takes time.
         if KIND.name == "plain" and KIND.short == 0:
             mask = live[:, :, None] & (column < D)[None, None, :]
-            place = row[:, :, None] * D + column[None, None, :]
+            place = current_place(source, row, live)[:, :, None] * D + column[None, None, :]
             value = tl.load(source.data + place, mask=mask, other=0.0).to(tl.float32)
         else:
             many, there = tl.reshape(row, (BLOCK * CHUNK,)), tl.reshape(live, (BLOCK * CHUNK,))

@@ -64,6 +64,14 @@ class SourceKind(NamedTuple):
 
 
 @triton.jit
+def current_place(source, row, live):
+    """Where the current values of rows are: in a cache, if they have a slot."""
+    if source.slots is not None:
+        row = place_of(row, tl.load(source.slots + row, mask=live, other=-1), source.to_cache)
+    return row
+
+
+@triton.jit
 def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.constexpr):
     """Load rows ``[K]`` where ``live [K]``, as ``[K, B]``; packed ones in fp32.
 
@@ -75,8 +83,7 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
         mask = mask & (column < KIND.short)
         column = column + (row % KIND.per_row)[:, None] * KIND.short
         row = row // KIND.per_row
-    if source.slots is not None:  # where the current values are
-        row = place_of(row, tl.load(source.slots + row, mask=live, other=-1), source.to_cache)
+    row = current_place(source, row, live)
 
     if KIND.name == "packed":
         steps, scale = load_packed(

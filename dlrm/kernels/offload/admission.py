@@ -37,6 +37,7 @@ FEW = 4096  # up to so many look-ups, all may miss; otherwise a quarter of them
 BINS = tl.constexpr(256)  # of scores; the last one is for slots that can't be taken
 LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins distinguish
 CLAIMED = tl.constexpr(-(2**31))  # instead of the slot of a missing row that is in the list
+FOREVER = 2**31 - 1  # when a slot was last used whose row stays in the cache
 PAGE = 1 << 16  # bytes of host memory whose addresses are translated together
 
 
@@ -49,7 +50,7 @@ class CacheIndex(NamedTuple):
     slot_to_row: Tensor
     """Row of each slot, ``[C]`` int32; -1 for a free slot."""
     last_used: Tensor
-    """Last window that uses each slot, ``[C]`` int32."""
+    """Last window that uses each slot, ``[C]`` int32; FOREVER for a row that always stays."""
     lfu_score: Tensor
     """Log2 of the LFU score plus ``t / half_life``, ``[C]`` fp32. As later windows add more, old
     scores decay without an update."""
@@ -102,11 +103,13 @@ class CacheIndex(NamedTuple):
 
 @triton.jit
 def load_rows(ids, starts, k, inside, batch):
-    """The rows of look-ups ``k`` of ``ids [F, batch]``."""
-    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64)
+    """The rows of look-ups ``k`` of ``ids [F, batch]``, and whether they may be absent."""
+    start = 0
     if starts is not None:
-        row += tl.load(starts + k // batch, mask=inside, other=0)
-    return row
+        start = tl.load(starts + k // batch, mask=inside, other=0)
+        inside = inside & (start >= 0)
+    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64) + start
+    return row, inside
 
 
 @triton.jit
@@ -120,18 +123,18 @@ def _list_missing(
     """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row = load_rows(ids, starts, k, inside, batch)
-    slot = tl.load(index.row_to_slot + row, mask=inside, other=CLAIMED)
+    row, listed = load_rows(ids, starts, k, inside, batch)
+    slot = tl.load(index.row_to_slot + row, mask=listed, other=CLAIMED)
     cached = slot >= 0
 
     # Cached rows. Most look-ups are of rows that others have marked: to store again costs more.
     now = tl.load(index.step)
     window = now + AHEAD
     used = tl.load(index.last_used + slot, mask=cached, other=0)
-    tl.store(index.last_used + slot, window, mask=cached & (used != window))
+    tl.store(index.last_used + slot, window, mask=cached & (used < window))
     if tl.program_id(0) == 0:
         tl.atomic_add(index.traffic, tl.full((), n, tl.int64), sem="relaxed")
-    hits = tl.sum(cached.to(tl.int32), 0)
+    hits = tl.sum((cached | (inside & ~listed)).to(tl.int32), 0)
     tl.atomic_add(index.traffic + 1, hits.to(tl.int64), sem="relaxed")
 
     # Rows that the current window uses in host memory stay there.
@@ -282,7 +285,8 @@ def move_rows(
         index: the index of the cache; updated in place.
         tensors: what is moved: ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
         ids: ``[F, B]`` contiguous, int32 or int64; B is the number of samples of all its batches.
-        starts: first row of each table, ``[F]`` int64; None for zeros.
+        starts: first row of each table, ``[F]`` int64, -1 for a table all of whose rows stay in the
+            cache; None for zeros.
         ahead: move those of the next window, while the current one may be in progress.
         impl: see :mod:`dlrm.kernels`.
     """
@@ -332,12 +336,6 @@ def _list_moves(
     return ordered
 
 
-def flat_rows(ids: Tensor, starts: Tensor | None) -> Tensor:
-    """The rows of ``ids [F, B]``, ``[B, F]`` int64."""
-    rows = ids.long() if starts is None else ids + starts[:, None]
-    return rows.t().contiguous()
-
-
 @torch.no_grad()
 def move_rows_torch(
     index: CacheIndex,
@@ -353,9 +351,11 @@ def move_rows_torch(
     time = window / index.half_life
 
     # Cached rows.
-    rows, uses = flat_rows(ids, starts).unique(return_counts=True)
+    listed = ids.long() if starts is None else (ids + starts[:, None])[starts >= 0]
+    rows, uses = listed.unique(return_counts=True)
     slot = index.row_to_slot[rows].long()
     cached = slot[slot >= 0]
+    cached = cached[index.last_used[cached] < window]
     index.last_used[cached] = window
     index.lfu_score[cached] = time + torch.log2(1 + torch.exp2(index.lfu_score[cached] - time))
 
@@ -383,5 +383,6 @@ def move_rows_torch(
     index.slot_to_row[taken] = missing.int()
     index.last_used[taken] = window
     index.lfu_score[taken] = time
-    counts = [ids.numel(), int(uses[slot >= 0].sum()), len(missing), len(leaving)]
+    hits = ids.numel() - int(uses[slot < 0].sum())
+    counts = [ids.numel(), hits, len(missing), len(leaving)]
     index.traffic[:4] += torch.tensor(counts, device=ids.device)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dlrm.kernels.lookup.tables import lookup
+from dlrm.kernels.lookup.pool import lookup_bags
+from dlrm.kernels.lookup.tables import TableRows, lookup
 from dlrm.kernels.offload import admission, row_cache, transfer
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import (
@@ -23,6 +24,7 @@ from dlrm.kernels.update import sparse
 from dlrm.kernels.update.packed import PackedParameter, PackedRows
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
+from dlrm.utils.bags import Bags
 from dlrm.utils.streams import side_stream_of
 from tests.kit import combinations
 
@@ -118,6 +120,22 @@ def test_packed_rows_equal_those_without_a_cache(device, rule):
     cached.flush()
     for mine, other in zip([weight.packed.data, *own], [value.packed.data, *states], strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_bags_pool_the_cached_values(device, mode):
+    _, value, _, cached, _ = make(device, 20, "sgd")
+    rows = torch.arange(30, device=device)
+    look_up(cached, rows[None, :15], training=True)
+    cached.tensors[0][1].add_(1.0)
+    cached_now = cached.slots >= 0
+    assert 10 < cached_now.sum() <= 15
+    value[cached_now] += 1.0
+    bags = Bags(rows, torch.tensor([0, 4, 4, 21, 30], device=device))
+    tables = TableRows(torch.zeros(1, dtype=torch.int64, device=device))
+    expected = lookup_bags(value, tables, bags, mode=mode, impl="torch")
+    found = lookup_bags(cached, tables, bags, mode=mode)
+    torch.testing.assert_close(found, expected)
 
 
 def delay(device):
