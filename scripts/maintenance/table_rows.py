@@ -134,7 +134,7 @@ def offloaded(*results: Result) -> Iterator[Mapping[str, Any]]:
     for result in results:
         device = result["environment"]["device"].split()[1]
         for r in (r for r in result["results"] if "host_bytes" in r):
-            yield {**r, "share": r.get("speed of dense", "-"), "device": device}
+            yield {"rows": "fp32", **r, "share": r.get("speed of dense", "-"), "device": device}
 
 
 # Of docs/dynamic.md

@@ -44,7 +44,7 @@ SHARE = 0.97  # of the slots that two windows should need: rows without one are 
 DEMAND = 0.15  # slots that they need for each of their look-ups, as long as it is unknown
 
 Window = tuple[Tensor, Tensor | None]
-"""The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
+"""The ids ``[F, B]`` of a prefetch window, and where their tables begin: see :func:`move_rows`."""
 
 
 class CachedParameter(nn.Parameter):
@@ -284,17 +284,18 @@ class CachedRows(Weight):
             sizes: rows of each table.
         """
         assert self.empty
-        self.starts, kept = starts.clone(), 0
+        self.starts, slot = starts.clone(), 0
         for table in tables:
-            begin, end = kept, kept + sizes[table]
-            first, kept = int(sum(sizes[:table])), end
+            first, size = sum(sizes[:table]), sizes[table]
+            rows, slots = slice(first, first + size), slice(slot, slot + size)
             for host, cache in self.tensors:
-                cache[begin:end] = host[first : first + sizes[table]]
-            slots = torch.arange(begin, end, dtype=torch.int32, device=starts.device)
-            self.index.row_to_slot[first : first + sizes[table]] = slots
-            self.index.slot_to_row[begin:end] = slots + (first - begin)
+                cache[slots] = host[rows]
+            numbers = torch.arange(slot, slot + size, dtype=torch.int32, device=starts.device)
+            self.index.row_to_slot[rows] = numbers
+            self.index.slot_to_row[slots] = numbers + (first - slot)
             self.starts[table] = -1
-        self.index.last_used[:kept] = FOREVER
+            slot += size
+        self.index.last_used[:slot] = FOREVER
 
     # Looking up and moving --------------------------------------------------------------------
 

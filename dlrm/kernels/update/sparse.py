@@ -19,7 +19,7 @@ from torch import Tensor
 from dlrm.kernels import require_integers, triton, use_triton
 from dlrm.kernels.update._merge import Entries, Step, Table, finish, merge, merge_runs
 from dlrm.kernels.update.cached_slots import CachedSlots
-from dlrm.kernels.update.packed import packed_rows, storage, update_packed_torch
+from dlrm.kernels.update.packed import PackedRows, packed_rows, storage, update_packed_torch
 from dlrm.kernels.update.rounding import round_stochastic, seeded
 from dlrm.kernels.update.row_sort import SortedRows, merge_rows_torch, sort_rows
 from dlrm.kernels.update.rules import Rule, foreach_update, hyper, make_rule
@@ -198,15 +198,11 @@ def update_rows_torch(
     rows, grad = merge_rows_torch(rows.long(), grads)
 
     packed = packed_rows(weight)
-    if packed is not None and cached is None:
-        update_packed_torch(rule, packed, rows, grad, states, lr, seed)
+    if packed is not None and cached is not None:
+        _update_cached_packed(rule, packed, rows, grad, cached, lr, seed)
         return
-    if packed is not None and cached is not None:  # a table of these rows alone
-        records, *own = (cached.read(index, rows) for index in range(1 + len(states)))
-        some, every = packed.of_records(records), torch.arange(len(rows), device=rows.device)
-        update_packed_torch(rule, some, every, grad, own, lr, seed)
-        for index, new in enumerate((some.records, *own)):
-            cached.write(index, rows, new)
+    if packed is not None:
+        update_packed_torch(rule, packed, rows, grad, states, lr, seed)
         return
 
     tensors = [tensor.view(len(weight), -1) for tensor in (weight, *states)]
@@ -224,3 +220,20 @@ def update_rows_torch(
             tensor.index_copy_(0, rows, new.to(tensor.dtype))
         else:
             cached.write(index, rows, new.to(tensor.dtype))
+
+
+def _update_cached_packed(
+    rule: Rule,
+    packed: PackedRows,
+    rows: Tensor,
+    grad: Tensor,
+    cached: CachedSlots,
+    lr: Tensor,
+    seed: Tensor | None,
+) -> None:
+    """:func:`update_packed_torch` of rows that may be in a cache: as a table of their own."""
+    records, *states = (cached.read(index, rows) for index in range(len(cached.tensors)))
+    table, every = packed.of_records(records), torch.arange(len(rows), device=rows.device)
+    update_packed_torch(rule, table, every, grad, states, lr, seed)
+    for index, new in enumerate((table.records, *states)):
+        cached.write(index, rows, new)

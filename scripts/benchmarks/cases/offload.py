@@ -73,7 +73,7 @@ def arguments(parser: Parser) -> None:
     add("--threshold", type=int, default=0, help="smaller tables stay on the GPU")
     add("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
     add("--mode", choices=["auto", "eager", "graph"], default="auto")
-    add("--dtype", choices=["fp32", "bf16", "int8"], default="fp32", help="of the rows")
+    add("--dtypes", nargs="+", choices=["fp32", "bf16", "int8"], default=["fp32"], help="of rows")
     add("--dim", type=count_arg, help="16, or 128 with --large")
     add("--cap", type=count_arg, default=2**31, help="rows of a table at most")
     add("--large", action="store_true", help="the Terabyte model, offloaded")
@@ -88,17 +88,18 @@ def arguments(parser: Parser) -> None:
 def measure(options: argparse.Namespace, record: harness.Record) -> None:
     """Measure every variant, rule and batch size, or one table under every rule."""
     if options.table:
-        for rule in options.rules:
-            record.add(measure_table(options, rule))
+        for dtype, rule in itertools.product(options.dtypes, options.rules):
+            record.add(measure_table(options, rule, dtype))
             harness.release()
         return
 
     rows = SHAPES["terabyte" if options.large else "kaggle"].capped(options.cap)
     variants = [name for name in options.variants if not (options.large and name == "dense")]
-    for rule, size in itertools.product(options.rules, options.batches):
+    cases = itertools.product(options.dtypes, options.rules, options.batches)
+    for dtype, rule, size in cases:
         first: tuple[str, list[float], float] | None = None
         for variant in variants:
-            result, losses = measure_one(variant, options, rows, rule, size)
+            result, losses = measure_one(variant, options, rows, rule, size, dtype)
             harness.release()
             first = first or (variant, losses, result["ms"])
 
@@ -111,11 +112,16 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
 
 
 def measure_one(
-    variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str, size: int
+    variant: str,
+    options: argparse.Namespace,
+    rows: Sequence[int],
+    rule: str,
+    size: int,
+    dtype: str,
 ) -> tuple[dict[str, Any], list[float]]:
     """Train with one variant; its figures and its first losses."""
     began = time.perf_counter()
-    model, step = step_of(variant, options, rows, rule)
+    model, step = step_of(variant, options, rows, rule, dtype)
     made = time.perf_counter() - began
     seeds = itertools.count()
 
@@ -142,6 +148,7 @@ def measure_one(
     return {
         "model": "Terabyte" if options.large else "Kaggle",
         "variant": variant,
+        "rows": dtype,
         "rule": rule,
         "batch": size,
         "ms": ms,
@@ -157,7 +164,7 @@ def measure_one(
 
 
 def step_of(
-    variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str
+    variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str, dtype: str
 ) -> tuple[DLRM, TrainStep]:
     """A model on the device whose tables from ``threshold`` rows on are of a kind."""
     kind, own, _ = VARIANTS[variant]
@@ -168,7 +175,7 @@ def step_of(
     )
     torch.manual_seed(0)
     with torch.device(options.device):
-        model = DLRM(13, rows, dim, plan, **shape.options, tables_dtype=options.dtype)
+        model = DLRM(13, rows, dim, plan, **shape.options, tables_dtype=dtype)
     return model, make_step(model, rule, precision=options.precision, mode=options.mode)
 
 
@@ -200,21 +207,26 @@ def _wait(device: str) -> None:
 
 
 def measure_table(
-    options: argparse.Namespace, rule: str, rows: int = TABLE_ROWS, lookups: int = TABLE_LOOKUPS
+    options: argparse.Namespace,
+    rule: str,
+    dtype: str,
+    rows: int = TABLE_ROWS,
+    lookups: int = TABLE_LOOKUPS,
 ) -> dict[str, Any]:
     """Look-up, backward and update of one offloaded table, its rows fetched ahead."""
     dim, device = options.dim or 128, options.device
-    own = {"dtype": options.dtype} if options.dtype in BITS else {}
+    own: dict[str, Any] = {"dtype": dtype} if dtype in BITS else {}
     with torch.device(device):
         group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False, **own)
-    if options.dtype == "bf16":
+    if dtype == "bf16":
         group.bfloat16()
 
     def draw(size: int) -> list[Tensor]:
         return [power_law(rows, lookups, device).int()[None] for _ in range(size)]
 
     found = measure_windows(group, rule, draw, lookups, options.table_warm_up, captured=True)
-    return {"model": "one table", "variant": "offload", "rule": rule, "batch": lookups, **found}
+    what = {"model": "one table", "variant": "offload", "rows": dtype, "rule": rule}
+    return {**what, "batch": lookups, **found}
 
 
 def measure_windows(
