@@ -139,7 +139,9 @@ def test_state_dict_copies_and_moves(kind, dtype, device):
     assert meta.footprint() == group.footprint()
 
 
-@pytest.mark.parametrize("kind", sorted(available().keys() - {*CASES, "dynamic", "qr", "tt"}))
+@pytest.mark.parametrize(
+    "kind", sorted(available().keys() - {*CASES, "dynamic", "offload", "qr", "tt"})
+)
 @every_dtype
 def test_other_kinds_are_refused(kind, dtype):
     with pytest.raises(ValueError, match=f"--emb {kind} has no {dtype} rows: set --tables.dtype"):

@@ -13,8 +13,9 @@ from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, row_of
+from dlrm.kernels.update._packed import store_packed
 from dlrm.kernels.update.cached_slots import CachedSlots, place_of
-from dlrm.kernels.update.packed import CHUNK, storage, store_packed, stored_values, write_rows
+from dlrm.kernels.update.packed import CHUNK, storage, stored_values, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
 

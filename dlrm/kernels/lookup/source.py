@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.update._packed import load_packed
 from dlrm.kernels.update.cached_slots import place_of
-from dlrm.kernels.update.packed import load_packed, read_rows, storage
+from dlrm.kernels.update.packed import read_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
 BLOCK = 1024  # elements of a program

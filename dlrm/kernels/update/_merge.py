@@ -20,8 +20,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dlrm.kernels import tl, triton
+from dlrm.kernels.update._packed import load_packed, store_packed
 from dlrm.kernels.update.cached_slots import place_of
-from dlrm.kernels.update.packed import load_packed, store_packed
 from dlrm.kernels.update.rounding import round_to_bf16, store_rounded
 from dlrm.kernels.update.rules import (
     Hyper,
