@@ -242,8 +242,7 @@ class Run:
             return self.held_out.evaluate(split, self.steps, self._stop, model=model)
 
     def _finish(self) -> dict[str, float]:
-        val, test = self._validate(), self._evaluate("test")
-        best_step = self.progress.best_step
+        val, test, best_step = self._validate(), self._evaluate("test"), self.progress.best_step
         if self.held_out.diverged:
             self.tracker.log(self.steps, tracking.named("test", test))
             raise ValueError(self.held_out.diverged)

@@ -301,8 +301,8 @@ class Meta(Closed):
         path = Path(directory) / META_FILE
         if Path(directory).is_file():
             raise ValueError(
-                f"{directory} is a file: prepare it with dlrm prepare, and name the directory that "
-                "it writes"
+                f"{directory} is a file: prepare it with dlrm prepare (for a trained model with "
+                "--ids-of RUN/preparation), and name the directory that it writes"
             )
         if not path.is_file():
             raise FileNotFoundError(

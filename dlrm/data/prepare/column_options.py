@@ -207,11 +207,15 @@ class TableOptions(Closed):
 
 def yaml_line(name: str, options: Any) -> str:
     """The line of YAML that gives a column a kind or other options, for messages."""
-    content = {"columns": {name: options}}
-    line = yaml.safe_dump(
-        content, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False
-    )
-    return line.strip()[1:-1]
+
+    def dumped(content: Any, **style: Any) -> str:
+        style |= {"allow_unicode": True, "width": 10**6, "sort_keys": False}
+        return str(yaml.safe_dump(content, **style)).strip()
+
+    if "\n" in name:  # only in double quotes is it in the line
+        key, value = dumped(name, default_style='"'), dumped(options, default_flow_style=True)
+        return f"columns: {{{key}: {value.splitlines()[0]}}}"
+    return dumped({"columns": {name: options}}, default_flow_style=True)[1:-1]
 
 
 def read_options(path: Path) -> dict[str, Any]:

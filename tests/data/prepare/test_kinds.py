@@ -114,8 +114,10 @@ def test_what_integers_are_is_found_in_names_labels_and_their_spread(
 
 
 def test_a_name_in_the_yaml_that_a_message_gives(tmp_path):
-    for name in ("yes", "a b", "x: y", "[z]", "item_id:token"):
-        assert yaml.safe_load(yaml_line(name, "number")) == {"columns": {name: "number"}}
+    for name in ("yes", "a b", "x: y", "[z]", "item_id:token", "two\nlines", '"\n'):
+        for options in ("number", {"kind": "list", "separator": "|"}):
+            assert yaml.safe_load(line := yaml_line(name, options)) == {"columns": {name: options}}
+            assert "\n" not in line
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl"])
