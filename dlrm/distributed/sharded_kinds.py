@@ -20,6 +20,7 @@ from dlrm.embeddings.drop import KEEP, kept_and_mean
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import TableRows
+from dlrm.kernels.update.packed import clear_rows
 from dlrm.utils.bags import Bags
 
 CHUNK = 1 << 20  # rows initialized at a time
@@ -75,12 +76,33 @@ class ShardedDrop(ShardedDense):
         plan: ShardingPlan,
         *,
         keep: int | list[int] = KEEP,
+        shared: bool = True,
         **common: Unpack[Common],
     ) -> None:
         num_kept = num_kept_of(num_embeddings, keep, self.kind())
         super().__init__(num_embeddings, embedding_dim, plan, num_kept=num_kept, **common)
         self.register_buffer("_last", torch.tensor(self.num_kept) - 1, persistent=False)
         self._last: Tensor  # [F] the row that the later ids share
+        if not shared:
+            for name, rows in self._local_shared_rows().items():
+                self.register_buffer(f"_zeros_{name}", torch.tensor(rows), persistent=False)
+        self.clear_shared_rows()
+
+    def _local_shared_rows(self) -> dict[str, list[int]]:
+        """By parameter, the shared rows in the shards of this process."""
+        found: dict[str, list[int]] = {}
+        for table, (ids, kept) in enumerate(zip(self.num_embeddings, self.num_kept, strict=True)):
+            for name, chunk in self.chunks(table):
+                begin, end = chunk.rows
+                if begin < kept <= end and kept < ids:
+                    found.setdefault(name, []).append(chunk.at + kept - 1 - begin)
+        return found
+
+    def clear_shared_rows(self) -> None:
+        """As in :class:`~dlrm.embeddings.drop.Drop`."""
+        for name, rows in self.named_buffers(recurse=False):
+            if name.startswith("_zeros_"):
+                clear_rows(self.get_parameter(name.removeprefix("_zeros_")), rows)
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
         return super().sort(ids.minimum(self._last[:, None]))

@@ -24,6 +24,8 @@ class Drop(SharedRows):
     Args:
         keep: how many ids of a table have a row of their own. In code it may be a list with one
             number for each table.
+        shared: whether the row of the later ids learns; otherwise it stays zero. It learns that its
+            ids remain rare, which nobody knows of ids that are new after training.
     """
 
     per_table = frozenset({"keep"})
@@ -36,10 +38,13 @@ class Drop(SharedRows):
         embedding_dim: int,
         *,
         keep: int | list[int] = KEEP,
+        shared: bool = True,
         **common: Unpack[Common],
     ) -> None:
         num_kept = num_kept_of(num_embeddings, keep, self.kind())
         super().__init__(num_embeddings, embedding_dim, num_kept, shared="overflow", **common)
+        if not shared:
+            self._without_shared_rows(num_kept, torch.tensor(num_kept).cumsum(0) - 1)
         self.reset_parameters()
 
     def fitted_rows(self, table: int, weight: Tensor) -> Tensor:

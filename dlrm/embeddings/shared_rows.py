@@ -17,7 +17,7 @@ from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.source import RowSource, Weight
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
-from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
+from dlrm.kernels.update.packed import CHUNK, chunks_to_write, clear_rows, record_bytes
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
 
@@ -62,6 +62,7 @@ class SharedRows(Embedding):
         overflow_row = rows - 1 if shared == "overflow" else None
         index: dict[str, Tensor | None] = {"_modulo": modulo, "_overflow_row": overflow_row}
         index |= {"_offsets": row_offsets(self.num_kept), "_num_wide": None, "_narrow": None}
+        index["_zeros"] = None
         if self.num_wide is not None:  # the wide rows of all tables come first
             narrow = [n - wide for n, wide in zip(self.num_kept, self.num_wide, strict=True)]
             index["_offsets"] = row_offsets(self.num_wide)
@@ -75,6 +76,21 @@ class SharedRows(Embedding):
         self._overflow_row: Tensor | None  # [F]
         self._num_wide: Tensor | None  # [F], how many of them have 8 bits, of int4 tables
         self._narrow: Tensor | None  # [F], and the first row of the others
+        self._zeros: Tensor | None  # rows that stay zero, of tables where ids share one
+        self._zero_columns: int | None = None  # of these rows; None: all
+
+    def _without_shared_rows(
+        self, kept: Sequence[int], rows: Tensor, columns: int | None = None
+    ) -> None:
+        """Let the row that later ids share stay zero: ``rows [F]``, of tables that keep so many."""
+        partly = [f for f, own in enumerate(kept) if own < self.num_embeddings[f]]
+        self._zeros = rows.index_select(0, torch.tensor(partly, dtype=torch.int64))
+        self._zero_columns = columns
+
+    def clear_shared_rows(self) -> None:
+        """Set the shared rows to zero again that do not learn, after a step."""
+        if self._zeros is not None:
+            clear_rows(self.weight, self._zeros, self._zero_columns)
 
     def _wide_rows(self) -> tuple[int, ...] | None:
         """Rows of each table with 8 bits, the others having 4; None if all rows are alike.
@@ -114,6 +130,7 @@ class SharedRows(Embedding):
             bound = scale * initial_bound(rows)
             for _, part in self.rows_to_write(table):
                 nn.init.uniform_(part, -bound, bound)
+        self.clear_shared_rows()
 
     def rows_to_write(
         self, table: int, begin: int = 0, end: int | None = None

@@ -38,6 +38,8 @@ class Short(SharedRows):
         dim: weights of a row.
         keep: how many ids of a table have a row of their own; by default all. In code it may be a
             list with one number for each table.
+        shared: whether the row of the later ids learns; otherwise it stays zero. It learns that its
+            ids remain rare, which nobody knows of ids that are new after training.
         scale: factor on the weights of a row. A budget sets it to ``sqrt(D / dim)``.
 
     Raises:
@@ -55,6 +57,7 @@ class Short(SharedRows):
         *,
         dim: int = 4,
         keep: int | list[int] | None = None,
+        shared: bool = True,
         scale: float = 1.0,
         **common: Unpack[Common],
     ) -> None:
@@ -75,6 +78,8 @@ class Short(SharedRows):
         short = torch.stack([starts, last, wide, narrow])
         self.register_buffer("_short", short, persistent=False)
         self._short: Tensor  # [4, F], see _table_rows; they count short rows
+        if not shared:
+            self._without_shared_rows(num_short, self._offsets, dim)
         self.reset_parameters()
 
     @property

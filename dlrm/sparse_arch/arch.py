@@ -24,6 +24,7 @@ from dlrm.embeddings.common.row_caches import (
     PrefetchesRows,
 )
 from dlrm.embeddings.registry import available, build
+from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
 from dlrm.optim import RowOptimizer
@@ -219,6 +220,12 @@ class SparseArch(nn.Module):
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
         """Each group with the features whose tables it holds; of a shared table, the first one."""
         return list(zip(self.groups, self._slots, strict=True))  # type: ignore[arg-type]
+
+    def clear_shared_rows(self) -> None:
+        """Set the shared rows to zero again that do not learn, after a step."""
+        for group in self.groups:
+            if isinstance(group, SharedRows | ShardedDrop):
+                group.clear_shared_rows()
 
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Fit each table to a dense one ``[V, D]``, in feature order, as well as its kind allows.

@@ -11,10 +11,12 @@ which others. Fewer bits keep a little less. Every byte has the same price. Each
 number of rows, the length and the bits with the highest utility minus price, and the price is
 chosen so that all tables together use up the budget: no byte would be worth more in another table.
 
-The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
-that keeps some of them is ``drop``. One with shorter rows is ``short``: zeros follow the weights,
-and the model learns to use that. Tables that are fitted to trained ones can't be chosen freely, so
-there it is ``block``, with a matrix for each table.
+The rare ids of a table have zeros. A row that they share would learn that they remain rare, which
+nobody knows of ids that are new after training: where players of one season shared a row, new ones
+scored as badly. A table that keeps all rows at full length is ``dense``, one that keeps some of
+them is ``drop``. One with shorter rows is ``short``: zeros follow the weights, and the model learns
+to use that. Tables that are fitted to trained ones can't be chosen freely, so there it is
+``block``, with a matrix for each table.
 
 Rows of 4 bits are chosen for trained tables only. The rows of a compressed table are those of
 frequent ids, updated in most steps, and stochastic rounding to 4 bits adds its noise each time:
@@ -215,6 +217,8 @@ class Table:
             options["dtype"] = row_format.dtype
         if keep < self.rows - 1:
             options["keep"] = keep
+            if not row_format.projected and row_format.dtype != "int4":
+                options["shared"] = False
         dim, embedding_dim = row_format.dim, row_format.embedding_dim
         if dim == embedding_dim:
             return "drop" if "keep" in options else "dense", options
@@ -299,12 +303,12 @@ def _look_up_together(
     def rows_of(options: Mapping[str, Any]) -> tuple[Any, ...]:
         return options.get("dim"), options.get("dtype")
 
-    partly = {rows_of(options) for _, options in plan if "keep" in options}
+    partly = {rows_of(options): options for _, options in plan if "keep" in options}
     found = []
     for (kind, options), rows in zip(plan, num_embeddings, strict=True):
-        if "keep" not in options and rows_of(options) in partly:
+        if "keep" not in options and (like := partly.get(rows_of(options))):
             kind = "drop" if kind == "dense" else kind
-            options = {**options, "keep": rows}
+            options = {**like, "keep": rows}
         found.append((kind, options))
     return found
 

@@ -217,6 +217,7 @@ class TrainStep:
         with self._side.fork(wait=self.clip_norm is not None):
             for optimizer in self._embedding_optimizers:
                 optimizer.step(sorter=self._sorter)
+            self.model.sparse_arch.clear_shared_rows()
         for optimizer in self._other_optimizers:
             optimizer.step(sorter=self._sorter)
         self._side.join()

@@ -183,6 +183,7 @@ DYNAMIC = {
 
 DROP = {
     "by row, peers": {"by": "row", "exchange": "peers"},
+    "zeros": {"by": "row", "exchange": "peers", "own": {"keep": 40, "shared": False}},
     "by column": {"by": "column", "rule": "adam"},
     "bags by row": {"by": "row", "multi_hot": True},
     "fixed bags": {"multi_hot": "fixed", "tables": {"b": "replicate"}},

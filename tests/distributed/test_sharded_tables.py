@@ -215,23 +215,28 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
     assert (seen[320:] == 1).all()
 
 
-def test_the_parts_of_all_ranks_are_the_rows_that_drop_keeps():
-    keep, tables = [99, 5, 60], [torch.randn(rows, 8) for rows in SIZES]
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_parts_of_all_ranks_are_the_rows_that_drop_keeps(shared):
+    options = {"keep": [99, 5, 60], "shared": shared}
+    tables = [torch.randn(rows, 8) for rows in SIZES]
     torch.manual_seed(0)
-    drop, fitted = Drop(SIZES, 8, keep=keep), Drop(SIZES, 8, keep=keep)
+    drop, fitted = Drop(SIZES, 8, **options), Drop(SIZES, 8, **options)
     fitted.load_dense(tables)
-    recipe = {**RECIPE, "plan": [("drop", {"keep": own}) for own in keep]}
+    recipe = {**RECIPE, "plan": [("drop", {**options, "keep": own}) for own in options["keep"]]}
     for rank in range(2):
         sharding = make_sharding_plan(
             World(rank=rank, size=2), NAMES, recipe, by="row", threshold=50
         )
         torch.manual_seed(0)
-        group = ShardedDrop(SIZES, 8, sharding, keep=keep)
+        group = ShardedDrop(SIZES, 8, sharding, **options)
         for expected in (drop, fitted):
             for (row, column), values in group.state_dict()["weight"].parts.items():
                 there = expected.weight[row : row + len(values), column : column + 8]
                 assert torch.equal(values, there)
             group.load_dense(tables)
+        group.clear_shared_rows()
+        values = torch.cat([*group.state_dict()["weight"].parts.values()])
+        assert (values == 0).all(1).any() != shared
 
 
 @pytest.mark.parametrize("by", ["table", "row"])

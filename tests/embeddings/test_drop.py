@@ -14,6 +14,26 @@ def test_rare_ids_share_the_last_row():
     torch.testing.assert_close(group.rows(0, ids[:4]), group.weight[:4])
 
 
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_the_rest_may_have_zeros_where_there_is_one(dtype):
+    group = Drop([4, 25], 3, keep=[4, 10], shared=False, dtype=dtype)
+    assert not group.to_dense(1)[10:].any()
+    assert group.to_dense(0).any(1).all()
+    assert group.to_dense(1)[:10].any(1).all()
+    with torch.no_grad():
+        for table in (0, 1):
+            for _, part in group.rows_to_write(table):
+                part.fill_(3)
+    group.clear_shared_rows()
+    assert (group.to_dense(0) != 0).all()
+    assert not group.to_dense(1)[10:].any()
+
+
+def test_zeros_need_rows_of_one_width():
+    with pytest.raises(ValueError, match="rows of int4 can't be kept at zero: set shared"):
+        Drop([40], 4, keep=20, shared=False, dtype="int4")
+
+
 def test_all_ids_may_share_one_row():
     group = Drop([25], 3, keep=0)
     assert torch.equal(group.to_dense(), group.weight.expand(25, 3))

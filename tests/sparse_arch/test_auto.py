@@ -205,7 +205,7 @@ def test_it_is_worth_more_than_the_best_of_full_rows():
 
 def test_counts_need_not_fall_strictly():
     counts = [torch.tensor([9, 1, 8, 8, 0, 0, 0, 0])]
-    assert choose([8], 2, 4 * 2 * 5, counts) == [("drop", {"keep": 4})]
+    assert choose([8], 2, 4 * 2 * 5, counts) == [("drop", {"keep": 4, "shared": False})]
 
 
 def test_a_budget_without_room_for_a_row_per_table_is_refused():

@@ -21,6 +21,11 @@ PLANS = {
     "tt exact": [("dense", {}), *[("tt", {"rank": 4, "keep": own}) for own in (300, 30)]],
     "tt cached": [("dense", {}), *[("tt", {"rank": 4, "keep": 9, "cache_rows": 20})] * 2],
     "mixed": [("hash", {"rows": 20}), ("qr", {"collisions": 9}), ("block", {"dim": 2})],
+    "zeros": [
+        ("drop", {"keep": 20, "shared": False}),
+        ("short", {"dim": 2, "keep": 600, "shared": False, "dtype": "int8"}),
+        ("drop", {"keep": 90, "shared": False, "dtype": "int8"}),
+    ],
 }
 
 
@@ -52,7 +57,18 @@ def test_the_loss_falls(plan):
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("rule", ["sgd", "adam", "rowwise_adagrad"])
+def test_rare_ids_have_zeros_that_do_not_learn(rule, device):
+    model, step = make("zeros", rule, device=device)
+    for batch in batches(5, 256, device):
+        step(batch)
+    for (_, options), dense in zip(PLANS["zeros"], model.sparse_arch.to_dense(), strict=True):
+        keep = options["keep"]
+        assert not dense[keep:].any()
+        assert dense[: min(keep, 20)].any(1).all()
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS.keys() - {"zeros"}))  # they have gradients, too
 def test_clipping_limits_the_update_and_keeps_its_direction(plan):
     def moves(clip_norm):
         model, step = make(plan, "sgd", clip_norm=clip_norm)

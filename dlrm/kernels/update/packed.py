@@ -258,6 +258,20 @@ def stored_values(weight: Tensor, values: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def clear_rows(weight: Tensor, rows: Tensor, columns: int | None = None) -> None:
+    """Set rows of a table to zero, or their first ``columns``.
+
+    Raises:
+        ValueError: they have 4 bits.
+    """
+    data, _, bits = storage(weight)
+    if bits not in (0, 8):
+        raise ValueError("rows of int4 can't be kept at zero: set shared, or --tables.dtype int8")
+    columns = weight.shape[1] if columns is None else columns
+    data.view(len(weight), -1)[:, :columns].index_fill_(0, rows, 128 if bits else 0)
+
+
+@torch.no_grad()
 def chunks_to_write(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
     """Write rows of a table, one chunk at a time.
 
