@@ -51,7 +51,8 @@ def store_packed(
     data, row, place, wide, live, steps, scale, value, seed, D: tl.constexpr,
     FORMAT: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store updated rows ``[K, B]``, B even, as :meth:`PackedRows.update` does.
+    """Store updated rows ``[K, B]``, B even, as
+    :meth:`~dlrm.kernels.update.packed.PackedRows.update` does.
 
     Args:
         row: the numbers of the rows, for rounding.
