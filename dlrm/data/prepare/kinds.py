@@ -237,11 +237,9 @@ def find_split_time(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
     plain = pa.types.is_integer(sample.type) or pa.types.is_floating(sample.type)
     unit = find_time_unit(sample.drop_null().to_numpy(zero_copy_only=False)) if plain else None
     if unit is None:
-        return InferredKind(
-            kind="drop", why="no feature: it splits the rows, so later values are out of range"
-        )
-    why = f"{unit} since 1970"
-    return InferredKind(kind="time", why=f"{why}; later rows have age 0", unit=unit)
+        why = "no feature: it splits the rows, so later values are out of range"
+        return InferredKind(kind="drop", why=why)
+    return InferredKind(kind="time", why=f"{unit} since 1970; later rows have age 0", unit=unit)
 
 
 def _alternative(name: str, options: Any) -> str:
