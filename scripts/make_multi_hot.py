@@ -151,14 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("data", type=path_arg, metavar="DIR", help="prepared directory with one-hot columns")
     add("--output", type=path_arg, required=True, metavar="DIR", help="empty directory to create")
-    add(
-        "--bag-sizes",
-        type=int,
-        nargs="+",
-        metavar="L",
-        default=list(MLPERF_BAG_SIZES),
-        help="ids of each column in a row (default: the 214 of MLPerf's 26 tables)",
-    )
+    sizes = list(MLPERF_BAG_SIZES)
+    text = "ids of each column in a row (default: the 214 of MLPerf's 26 tables)"
+    add("--bag-sizes", type=int, nargs="+", metavar="L", default=sizes, help=text)
     add("--seed", type=int, default=0, help="seed of the draws (default: %(default)s)")
     add("--threads", type=count_arg, help="files written at a time (default: one per core)")
     args = parser.parse_args(argv)

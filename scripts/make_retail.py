@@ -176,12 +176,8 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--output", type=path_arg, default=Path("data/retail"), help="directory to prepare")
-    add(
-        "--products",
-        type=positive_arg,
-        metavar="SHARE",
-        help=f"share of the products (default: all with a GPU, else {CPU_SHARE:g})",
-    )
+    text = f"share of the products (default: all with a GPU, else {CPU_SHARE:g})"
+    add("--products", type=positive_arg, metavar="SHARE", help=text)
     add("--overwrite", action="store_true", help="replace data of another share (default: no)")
     add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
     return parser

@@ -113,14 +113,9 @@ def _add_sizes(parser: Parser) -> None:
     add("--bag-sizes", type=int, nargs="+", metavar="L", help=bags)
     cap = "rows of a table at most; larger tables keep their most frequent values"
     add("--cap", type=int, help=cap)
-    add(
-        "--fractions",
-        type=float,
-        nargs=3,
-        metavar=("TRAIN", "VAL", "TEST"),
-        help="shares of the splits (default: the reference protocol: six of seven days for "
-        "training, the first half of the last day for test and the second for validation)",
-    )
+    text = "shares of the splits (default: the reference protocol: six of seven days for training, "
+    text += "the first half of the last day for test and the second for validation)"
+    add("--fractions", type=float, nargs=3, metavar=("TRAIN", "VAL", "TEST"), help=text)
 
 
 def _add_labels(parser: Parser) -> None:

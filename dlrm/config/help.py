@@ -39,17 +39,11 @@ def help_text(texts: Mapping[str, str]) -> str:
     # What acts on all options.
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="Print this text and stop.")
-    add(
-        "--config",
-        metavar="FILE",
-        help="YAML file with options, or the name of one that comes with dlrm, such as "
-        "criteo_kaggle. Options on the command line override it. (default: none)",
-    )
-    add(
-        "--print_config",
-        action="store_true",
-        help="Print all options as YAML, which --config reads, and stop. (default: false)",
-    )
+    text = "YAML file with options, or the name of one that comes with dlrm, such as "
+    text += "criteo_kaggle. Options on the command line override it. (default: none)"
+    add("--config", metavar="FILE", help=text)
+    text = "Print all options as YAML, which --config reads, and stop. (default: false)"
+    add("--print_config", action="store_true", help=text)
 
     # Each group of options, such as --optim.*, has its own heading.
     groups: dict[str, Any] = {"": parser}

@@ -85,14 +85,8 @@ def arguments() -> Parser:
     add("--rates-at", type=positive_arg, default=10, help=at)
     add("--validation", help="prepared directory with a validation split")
 
-    add(
-        "--lr",
-        nargs="+",
-        default=[],
-        metavar="KIND=RATE",
-        type=known_rate,
-        help="known learning rates of the embeddings, e.g. tt=0.002",
-    )
+    text = "known learning rates of the embeddings, e.g. tt=0.002"
+    add("--lr", nargs="+", default=[], metavar="KIND=RATE", type=known_rate, help=text)
     add_run_arguments(parser, "frontier")
     return parser
 

@@ -210,13 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     add("--out", type=Path, help="JSON file for results; faults that have one there are left out")
     add("--only", nargs="+", metavar="NAME", help="examine these faults, again if need be")
-    add(
-        "--tests",
-        type=shlex.split,
-        default=[],
-        metavar="ARGUMENTS",
-        help="arguments of pytest that select a part of the tests (default: all tests)",
-    )
+    text = "arguments of pytest that select a part of the tests (default: all tests)"
+    add("--tests", type=shlex.split, default=[], metavar="ARGUMENTS", help=text)
     add("--whole", action="store_true", help="run all tests if the likely ones pass")
     add("--timeout", type=float, default=3600, help="seconds for a fault (default: %(default)s)")
     add("--tree", type=Path, default=ROOT, help="the checkout to examine (default: this one)")
