@@ -171,6 +171,7 @@ class Service:
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             say(f"serving on {address}")
+            say(", ".join(f"{method} {path}" for path, _, method in routes))
             yield
             self._pool.shutdown()
             if self.deltas is not None:

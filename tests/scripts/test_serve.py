@@ -46,6 +46,7 @@ class Served:
         line = self.process.stdout.readline()
         assert line.startswith("serving on http://127.0.0.1:"), line
         self.port = int(line.rpartition(":")[2])
+        assert self.process.stdout.readline() == "POST /score, GET /health, GET /metrics\n"
 
     def connect(self, timeout=30):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
