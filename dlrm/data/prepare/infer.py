@@ -312,7 +312,9 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
 
     # Values that get ids.
     separator = own.separator
-    if own.kind == "list" and separator is None and is_text(sample.type):
+    if own.kind == "list" and separator is None and sample.type == pa.null():
+        separator = "|"  # of a CSV, whose first rows have none
+    elif own.kind == "list" and separator is None and is_text(sample.type):
         separator = find_separator(sample)[0] or "|"
     return replace(
         own,

@@ -21,8 +21,9 @@ from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_te
 FEW_VALUES = 20
 EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids
 LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}(T|\b)"  # in any order
-WITH_YEAR = r"^(\d{1,2}[-/.]\d{1,2}[-/.]\d{4}|\d{4}[-/.]\d{1,2}[-/.]\d{1,2})( |$)"
+WITH_YEAR = r"^(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\w{1,9}[-/. ]\w{1,9}(, |[-/. ])\d{4})( |$)"
 DATES = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d")
+MONTHS = ("%d-%b-%Y", "%d %b %Y", "%b %d, %Y")  # by name, short or in full
 CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
@@ -160,7 +161,7 @@ def find_time_format(sample: pa.Array) -> str | None:
     texts = pc.utf8_trim_whitespace(sample.drop_null())
     if not len(texts) or not pc.all(pc.match_substring_regex(texts, WITH_YEAR)).as_py():
         return None
-    forms = [date + clock for date in DATES for clock in CLOCKS]
+    forms = [date + clock for date in DATES + MONTHS for clock in CLOCKS]
     for some in (texts[:ENOUGH_ROWS], texts):  # the first ones rule out most
         parsed = (pc.strptime(some, format=f, unit="s", error_is_null=True) for f in forms)
         forms = [form for form, found in zip(forms, parsed, strict=True) if not found.null_count]

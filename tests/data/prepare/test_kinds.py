@@ -213,6 +213,9 @@ def test_times_of_which_some_have_a_zone_may_be_times():
         ("%m/%d/%Y %I:%M %p", 200, "time"),
         ("%m-%d-%Y", 200, "time"),
         ("%Y/%m/%d", 10, "time"),
+        ("%d-%b-%Y", 200, "time"),
+        ("%d %b %Y %H:%M", 10, "time"),
+        ("%b %d, %Y %I:%M %p", 200, "time"),
         ("%d/%m/%Y", 10, "category"),  # which of both is the month?
         ("%d/%m/%y", 200, "category"),
         ("%d/%m/%Y at %H:%M", 200, "category"),
@@ -234,6 +237,13 @@ def test_times_as_people_write_them(tmp_path, form, days, kind):
     assert plan.columns[2].options.format == form
     parts = [feature.part for feature in plan.features if feature.part]
     assert parts == ["hour"] * ("%M" in form) + ["weekday", "age"]
+
+
+def test_lists_of_which_the_first_rows_have_none(tmp_path):
+    """They were refused with the advice to name a separator."""
+    path = csv(tmp_path / "rows.csv", seen=[""] * 400)
+    _, plan = prepare_rows(path, tmp_path / "out", {"columns": {"seen": "list"}})
+    assert plan.columns[2].options.separator == "|"
 
 
 def test_rows_are_split_by_times_as_people_write_them(tmp_path):
