@@ -20,7 +20,7 @@ from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_te
 
 FEW_VALUES = 20
 EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids
-LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}(T|\b)"  # in any order
+LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}([^\d.]|$)"  # in any order
 WITH_YEAR = r"^(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\w{1,9}[-/. ]\w{1,9}(, |[-/. ])\d{4})( |$)"
 DATES = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d")
 MONTHS = ("%d-%b-%Y", "%d %b %Y", "%b %d, %Y")  # by name, short or in full

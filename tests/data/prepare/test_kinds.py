@@ -197,6 +197,12 @@ def test_the_time_of_a_split_is_no_number_out_of_range(tmp_path, column, options
     assert [feature.name for feature in same.features] == [f.name for f in plan.features]
 
 
+def test_addresses_are_no_times():
+    found = find_kind("ip", pa.array([f"10.0.{i % 9}.{i % 256}" for i in range(300)]), untyped=True)
+    assert found.kind == "category"
+    assert "times" not in found.why
+
+
 def test_times_of_which_some_have_a_zone_may_be_times():
     texts = [f"2026-01-{i % 28 + 1:02}T10:00:0{i % 10}{'Z' if i % 2 else ''}" for i in range(200)]
     found = find_kind("seen", pa.array(texts), untyped=True)
