@@ -136,17 +136,18 @@ class _Column:
         effects = _smooth(self.by_range(sums**2 - squares) / variance, self.pairs)
         return effects, means, sums
 
-    def explains(self, residuals: Floats) -> bool:
+    def explains(self, residuals: Floats, left: float) -> bool:
         """Whether the mean residuals of the ids, here bins of a number, differ by more than chance.
 
         Args:
             residuals: see :meth:`sums`.
+            left: share of the degrees of freedom that no mean has taken.
         """
         sums, squares = self.sums(residuals)
-        variance = _variance(sums, squares, len(residuals))
+        variance = _variance(sums, squares, len(residuals)) / left
         chi_square = (sums**2 / self.seen.clip(1)).sum() / variance
         freedom = np.count_nonzero(self.seen) - 1
-        return bool(chi_square > freedom + SURE * np.sqrt(2 * freedom))
+        return bool(freedom > 0 and chi_square > freedom + SURE * np.sqrt(2 * freedom))
 
 
 def _variance(sums: Floats, squares: Floats, count: int) -> float:
@@ -184,16 +185,19 @@ def estimate_effects(
     alone = [column.effects(residuals)[0] for column in columns]
     order = sorted([*numbers, *columns], key=lambda column: column.size)
     for _ in range(SWEEPS):
+        spent = 0.0  # degrees of freedom: means that are hardly shrunk fit noise as well
         for column in order:
             effects, means, sums = column.effects(residuals)
             shrink = 1 / effects.clip(SMALLEST)[column.ranges]
+            spent += (column.seen / (column.seen + shrink)).sum()
             before = column.means
             column.means = means + sums / (column.seen + shrink)
             residuals -= column.score(column.means - before)
 
     beyond = [column.effects(residuals)[0] for column in columns]
     found = [own + ALONE * other for own, other in zip(beyond, alone, strict=True)]
-    explain = [number.explains(residuals) for number in numbers]
+    left = 1 - min(spent / len(labels), 0.99)
+    explain = [number.explains(residuals, left) for number in numbers]
     return [tuple(own.round(6).tolist()) for own in found], explain
 
 

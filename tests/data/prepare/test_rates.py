@@ -13,7 +13,7 @@ from dlrm.data.prepare.rates import FEW, Rates, prior_rows, rate_names
 from dlrm.data.prepare.table import open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import Meta
-from tests.kit import plan_rows
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, write_rows
 
 NAMES = [name for column in ("city", "user") for name in rate_names(column)]
 
@@ -159,6 +159,22 @@ def test_counts_are_numbers_of_a_row_where_they_explain_labels(tmp_path):
         prepare(table, out, tmp_path / "0.9" if numbers else None, grow=bool(numbers))
         numbers.append(Meta.read(out).dense)
     assert numbers == [("price", "count(city)", "rate(city)", "rate(user)")] * 2
+
+
+@pytest.mark.parametrize(("columns", "ids"), [(100, 50), (3, None)])
+def test_counts_of_columns_of_noise_are_left_out(tmp_path, columns, ids):
+    """Of many columns and few rows, whose means fit the noise of all; of ids that never repeat,
+    whose counts are all equal."""
+    random = np.random.default_rng(0)
+    noise = {
+        f"c{i}": random.integers(0, ids, 1000) if ids else [f"{i}-{row}" for row in range(1000)]
+        for i in range(columns)
+    }
+    table = {"label": random.integers(0, 2, 1000), "few": random.integers(0, 3, 1000), **noise}
+    path = write_rows(tmp_path / "rows.parquet", table)
+    kinds = dict.fromkeys(noise, "category")
+    meta, _ = prepare_rows(path, tmp_path / "out", {"columns": kinds} | ALL_TRAIN)
+    assert [name for name in meta.dense if name.startswith("count(")] == []
 
 
 @pytest.mark.parametrize("grow", [False, True])
