@@ -118,7 +118,8 @@ def test_rows_of_any_ids_may_be_in_host_memory(way, share, bags, device):
 def moves(plan, device, monkeypatch):
     """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
-    monkeypatch.setattr(host_rows, "MAX_WINDOW", 4)
+    for name in ("MAX_WINDOW", "MAX_SMALL_WINDOW"):
+        monkeypatch.setattr(host_rows, name, 4)
     begin = CachedRows.begin_window
 
     def count(cached, *windows, batches):

@@ -24,7 +24,9 @@ from dlrm.kernels.update.packed import PackedRows, record_bytes
 from dlrm.utils.bags import Bags
 
 MAX_WINDOW = 32  # batches of a prefetch window
-SMALL = 1 << 17  # rows of a table that stays in the cache, so that windows need not list them
+MAX_SMALL_WINDOW = 96  # if steps are so short that launches set the pace
+SMALL_WINDOW = 1 << 23  # look-ups of such a window
+SMALL_TABLE = 1 << 17  # rows of a table that stays in the cache, so that windows do not list them
 MAX_LOOKUPS = 1 << 25  # of a prefetch window: more would gain little and take more memory
 
 
@@ -137,7 +139,9 @@ class HostRows(PrefetchesRows, SharedRows):
         if not self._capacity:
             return 0
         most = min(self.cached.window_lookups, MAX_LOOKUPS)
-        return max(1, min(MAX_WINDOW, most // max(lookups, 1)))
+        lookups = max(lookups, 1)
+        longest = max(MAX_WINDOW, min(MAX_SMALL_WINDOW, SMALL_WINDOW // lookups))
+        return max(1, min(longest, most // lookups))
 
     @property
     def rows_ready(self) -> bool:
@@ -165,7 +169,7 @@ class HostRows(PrefetchesRows, SharedRows):
         room, kept = len(self.cached.index.slot_to_row) // 4, []
         for table in sorted(range(len(self.num_kept)), key=self.num_kept.__getitem__):
             room -= self.num_kept[table]
-            if room < 0 or self.num_kept[table] > SMALL:
+            if room < 0 or self.num_kept[table] > SMALL_TABLE:
                 break
             kept.append(table)
         self.cached.keep(kept, self._offsets, self.num_kept)
