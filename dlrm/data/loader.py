@@ -34,7 +34,9 @@ from dlrm.data.shuffle_buffer import ShuffleBuffer, gather
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
 
-ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows
+ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows, on a CPU
+BYTES_AT_ONCE = 16 << 20
+"""Of rows that are gathered together on a GPU, as launches take longer than what they copy."""
 
 
 class BatchLoader:
@@ -314,6 +316,10 @@ class BatchLoader:
     def _runs(self, start: int, readers: ThreadPoolExecutor) -> Iterator[Run]:
         """Runs of batches that are gathered in the launches of one, with their positions."""
         run: list[tuple[ShuffleBuffer, int, int]] = []  # first row, position after the batch
+        at_once = ROWS_AT_ONCE
+        if self._on_gpu:
+            columns = 1 + len(self.meta.dense) + len(self.meta.categorical)
+            at_once = max(at_once, BYTES_AT_ONCE // (4 * columns))
         for buffers, first, last, position in self._buffered(start, readers):
             for buffer in buffers:
                 buffer.copy_arrived()
@@ -321,7 +327,7 @@ class BatchLoader:
             # A batch joins the run if it is full, and in the same buffer.
             mine = [buffer for buffer in buffers if buffer.group.start < last]
             full = len(mine) == 1 and last - first == self.batch_size and not self.meta.multi_hot
-            more = full and len(run) * self.batch_size < ROWS_AT_ONCE
+            more = full and len(run) * self.batch_size < at_once
             if run and not (more and mine[0] is run[0][0]):
                 yield _gather(run, self.batch_size)
                 run = []

@@ -14,7 +14,7 @@ import torch
 from dlrm.data import loader as loader_module
 from dlrm.data import shuffle
 from dlrm.data.loader import BatchLoader
-from dlrm.data.schema import Categorical, Split
+from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
 from dlrm.training.prefetch import Prefetcher
 from tests.kit import write_split
@@ -578,9 +578,13 @@ def test_ids_of_one_table_have_the_stride_of_any_other_matrix(tmp_path, shuffle)
     assert [batch.ids.stride() for batch in batches] == [(7, 1)] * 5 + [(5, 1)]
 
 
-def test_small_batches_are_gathered_together(data, monkeypatch):
-    """As many as have ``ROWS_AT_ONCE`` rows, and never beyond a buffer."""
-    monkeypatch.setattr(loader_module, "ROWS_AT_ONCE", 30)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_small_batches_are_gathered_together(data, monkeypatch, device):
+    """As many as have ``ROWS_AT_ONCE`` rows, on a GPU ``BYTES_AT_ONCE``; never beyond a buffer."""
+    meta = Meta.read(data)
+    columns = 1 + len(meta.dense) + len(meta.categorical)
+    monkeypatch.setattr(loader_module, "ROWS_AT_ONCE", 30 if device == "cpu" else 1)
+    monkeypatch.setattr(loader_module, "BYTES_AT_ONCE", 30 * 4 * columns)
     runs = []
     batches = ShuffleBuffer.batches
 
@@ -589,7 +593,7 @@ def test_small_batches_are_gathered_together(data, monkeypatch):
         return batches(self, firsts, size)
 
     monkeypatch.setattr(ShuffleBuffer, "batches", counted)
-    options = {"shuffle": True, "window": 20, "drop_last": True}
+    options = {"shuffle": True, "window": 20, "drop_last": True, "device": device}
     assert len(list(BatchLoader(data, "train", batch_size=10, **options))) == 100
     assert runs == [3] * 33 + [1]
     runs.clear()
