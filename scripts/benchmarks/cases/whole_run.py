@@ -27,7 +27,10 @@ from scripts.benchmarks import harness
 from scripts.benchmarks.programs import run_program
 
 SMALL = "--like demo --rows 3000 --kinds dense"
-KINDS = {"dense": (), "tt": (), "auto": ("--budget", "20MB"), "qr": (), "robe": (), "hash": ()}
+KINDS = {
+    **dict.fromkeys(("dense", "tt", "qr", "robe", "hash", "offload"), ()),
+    "auto": ("--budget", "20MB"),
+}
 """Kinds, with the options that they need."""
 CACHES = (
     "TRITON_HOME",
