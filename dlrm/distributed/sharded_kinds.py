@@ -14,12 +14,11 @@ from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.distributed.shardings import Sharding
 from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.dynamic_tables import DynamicTables
+from dlrm.embeddings.common.dynamic_tables import DynamicTables, RowPart
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.drop import KEEP, kept_and_mean
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.kernels.lookup.tables import TableRows
 from dlrm.kernels.update.packed import clear_rows
 from dlrm.utils.bags import Bags
 
@@ -136,13 +135,13 @@ class ShardedDynamic(DynamicTables, ShardedTables):
     """
 
     @property
-    def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
+    def row_parts(self) -> list[RowPart]:
         parts = [
-            (self.get_parameter(sharding.name), sharding.table_rows)
+            RowPart(self.get_parameter(sharding.name), sharding.table_rows)
             for sharding in self._shardings()
         ]
         if self.replicated is not None:
-            parts.append((self.replicated, self._replicated_rows))
+            parts.append(RowPart(self.replicated, self._replicated_rows))
         return parts
 
     def at_peers(self) -> list[Sharding]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dlrm.distributed.peer_memory import is_linked, on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
-from dlrm.embeddings.common.dynamic_tables import SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.common.dynamic_sizes import SLOT_BYTES, shared_rows, slots_of
 from dlrm.embeddings.drop import KEEP
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.update.packed import BITS
@@ -202,7 +202,7 @@ def _sharding_types(
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
         whole = table in shared or "mode" in options  # which shards can't look up
-        whole |= options.get("cache_share") is not None
+        whole |= options.get("cache_share") is not None or (options.get("pieces") or 1) > 1
 
         # Small tables, and those that can't be sharded, are replicated.
         large = kind == "paged" or (kind in SHARDED and rows >= threshold)
@@ -219,8 +219,8 @@ def _sharding_types(
         if sharding_type != "replicate" and whole:
             raise ValueError(
                 f"--sharding.tables shards {name} by {sharding_type}, but tables that features "
-                "share, and those with pooling mean or max or rows in host memory, are "
-                "replicated: remove it there"
+                "share, and those with pooling mean or max, rows in pieces or in host "
+                "memory, are replicated: remove it there"
             )
         types.append(sharding_type)
     return types

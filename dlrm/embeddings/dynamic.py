@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from dlrm.embeddings.base import Embedding
-from dlrm.embeddings.common.budget import MANY_IDS, Budget, highest_level, split_by_rows
-from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.dynamic_tables import (
-    LOAD,
-    SLOT_BYTES,
-    STATE,
-    DynamicTables,
-    shared_rows,
-    slots_of,
+from dlrm.embeddings.common.budget import (
+    MANY_IDS,
+    Budget,
+    highest_level,
+    row_bytes,
+    split_by_rows,
 )
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.dynamic_sizes import LOAD, SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.common.dynamic_tables import STATE, DynamicTables, RowPart
 from dlrm.embeddings.common.host_rows import HostRows
 from dlrm.embeddings.common.index_ahead import IndexAhead
 from dlrm.embeddings.common.row_caches import Ids
@@ -29,8 +30,9 @@ from dlrm.utils.bags import Bags
 FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
 GROWTH = 4  # times as many ids are expected as have occurred
 LEAST = 16  # a table of which few ids have occurred gets one of so many rows of the largest
-SCARCE, LOWEST_CHANCE = 0.03, 0.01
-"""If a smaller share of the ids has room, others share more rows and an id gets one by chance."""
+SCARCE, LOWEST_CHANCE, OTHERS = 0.03, 0.01, 2
+"""If a smaller share of the ids has room, the others share so many rows in pieces for each own one,
+and an id gets its own by chance."""
 
 
 class Dynamic(DynamicTables, HostRows):
@@ -59,6 +61,9 @@ class Dynamic(DynamicTables, HostRows):
         admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little
             too high at times, and the counts of ids without a row halve every ``half_life`` steps.
         chance: probability with which an id that could get a row gets it, in each step.
+        pieces: number of pieces of a shared row, a divisor of the embedding dim. Each piece is
+            shared with other ids, also those of other tables of the group: hardly two ids share all
+            of theirs. Default: 1.
         cache_share: rows are in host memory with their optimizer state, and this share of them is
             cached on the GPU. Default: all rows are in GPU memory.
 
@@ -71,12 +76,15 @@ class Dynamic(DynamicTables, HostRows):
     _ahead: IndexAhead | None = None
 
     @property
-    def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
-        return [(self.weight, self._table_rows)]
+    def row_parts(self) -> list[RowPart]:
+        if self.pieces == 1:
+            return [RowPart(self.weight, self._table_rows)]
+        begins, width = self._offsets.split(self.num_tables), self.weight.shape[1]
+        return [RowPart(self.weight, TableRows(own), n * width) for n, own in enumerate(begins)]
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = self._placed_rows(self._tables[:, None], ids, context)
-        return super().lookup(rows, context)
+        return self._joined(super().lookup(self._in_pieces(ids, rows), context))
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         bags = bags.filled() if context.padded and not self.weight.is_cuda else bags
@@ -84,7 +92,29 @@ class Dynamic(DynamicTables, HostRows):
         rows = self._placed_rows(bags.tables(self.num_tables), bags.ids, context, end)
         if (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda:
             return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
-        return super().lookup_bags(replace(bags, ids=rows), context)
+        return self._joined(super().lookup_bags(self._bags_in_pieces(bags, rows), context))
+
+    def _in_pieces(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """The rows of the pieces, ``[pieces * F, B]``, of ids with ``rows [F, B]``."""
+        return self.piece_rows(self._tables[:, None], ids, rows).flatten(0, 1)
+
+    def _bags_in_pieces(self, bags: Bags, rows: Tensor) -> Bags:
+        """The bags of the first pieces of all tables, then those of the second ones, and so on."""
+        if self.pieces == 1:
+            return replace(bags, ids=rows)
+        rows = self.piece_rows(bags.tables(self.num_tables), bags.ids, rows)
+        end, count = bags.offsets[-1:], len(bags.ids)
+        at = torch.arange(self.pieces * count, device=rows.device)  # of the padding any are taken
+        piece = (at // end.clamp(min=1)).clamp(max=self.pieces - 1)
+        at = (at - piece * end).clamp(max=count - 1)
+        numbers = torch.arange(self.pieces, device=rows.device)[:, None]
+        offsets = torch.cat([(bags.offsets[:-1] + numbers * end).flatten(), self.pieces * end])
+        weights = None if bags.weights is None else bags.weights[at]
+        return Bags(rows[piece, at], offsets, weights)
+
+    def _joined(self, vectors: Tensor) -> Tensor:
+        """The vectors ``[B, F, D]`` of pieces."""
+        return vectors.unflatten(1, (self.pieces, -1)).transpose(1, 2).flatten(2)
 
     # Rows in host memory are fetched ahead of the steps that place their ids. A second index runs
     # ahead of the one in the state dict and gives ids the same rows, as it gets the same ids.
@@ -120,8 +150,8 @@ class Dynamic(DynamicTables, HostRows):
             bags = ids if isinstance(ids, Bags) else Bags.one_each(ids)
             ids = bags.without(self.padding_idx)
         if isinstance(ids, Tensor):
-            return self._ahead.place(self._tables[:, None], ids)
-        return replace(ids, ids=self._ahead.place_bags(ids, self.num_tables))
+            return self._in_pieces(ids, self._ahead.place(self._tables[:, None], ids))
+        return self._bags_in_pieces(ids, self._ahead.place_bags(ids, self.num_tables))
 
     def set_clock(self, value: int | Tensor) -> None:
         if self.on_host:
@@ -150,13 +180,14 @@ class Dynamic(DynamicTables, HostRows):
         shared: int | None = None,
         admit: int = 1,
         chance: float = 1.0,
+        pieces: int | None = None,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows`` that fits: the same for all tables, except those of which few ids
-        have occurred. If fewer than 3% of the ids have room, half of the rows are shared by the
-        others, and an id gets a row with a low ``chance``: rows change hands less often, and shared
-        ones are trained.
+        have occurred. If fewer than 3% of the ids have room, the others share two thirds of the
+        rows, in four ``pieces``, and an id gets a row with a low ``chance``: rows change hands less
+        often, and shared ones are trained.
         """
-        return _options_within(budget, cls.kind(), shared, admit, chance)
+        return _options_within(budget, cls.kind(), shared, admit, chance, pieces)
 
 
 class _Size(NamedTuple):
@@ -168,44 +199,58 @@ class _Size(NamedTuple):
 
 
 def _options_within(
-    budget: Budget, kind: str, shared: int | None, admit: int, chance: float
+    budget: Budget,
+    kind: str,
+    shared: int | None,
+    admit: int,
+    chance: float,
+    pieces: int | None,
 ) -> list[dict[str, Any] | None]:
     """The options of each table within a budget; None where a dense table takes no more.
 
     Args:
         budget: the tables, and the bytes for them.
         kind: the embedding kind, for messages.
-        shared, admit, chance: see :class:`Dynamic`. The budget chooses
+        shared, admit, chance, pieces: see :class:`Dynamic`. The budget chooses
             those that have their defaults.
     """
-    tables, row = budget.num_embeddings, budget.row_bytes
+    tables, dim = budget.num_embeddings, budget.embedding_dim
     slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
     expected = [
         known if known < MANY_IDS else GROWTH * (seen or MANY_IDS)
         for known, seen in zip(tables, budget.values or [None] * len(tables), strict=True)
     ]
 
+    def pieces_of(scarce: bool) -> int:
+        several = scarce and budget.dtype != "int4"
+        return pieces or (gcd(4, dim) if several else 1)
+
+    def kept_row(scarce: bool) -> int:
+        return pieces_of(scarce) * row_bytes(dim // pieces_of(scarce), budget.dtype)
+
     def size(table: int, level: int, scarce: bool) -> _Size:
         rows = max(min(level, expected[table]), level // LEAST, 1)
         (slots,) = slots_of([tables[table]], rows)
         others = shared_rows(slots, shared)
         if scarce and shared is None:
-            others = max(others, min(rows, expected[table] - slots))
-        size = (slots + others) * row + slots * slot_bytes + FIXED_BYTES
+            others = max(others, min(OTHERS * level, expected[table] - slots))
+        size = (slots + others) * kept_row(scarce) + slots * slot_bytes + FIXED_BYTES
         return _Size(rows, others, size)
 
     def largest(scarce: bool) -> tuple[dict[int, _Size], float]:
         """The sizes of the tables that are not dense, and the share of their ids with a row."""
 
         def cost(level: int) -> int:
-            return sum(min(own * row, size(t, level, scarce).bytes) for t, own in enumerate(tables))
+            sizes = (size(t, level, scarce).bytes for t in range(len(tables)))
+            dense = (own * budget.row_bytes for own in tables)
+            return sum(map(min, dense, sizes))
 
         highest = min(MANY_IDS, ceil(max(tables) / LOAD))
         level = highest_level(cost, highest, budget.size, kind)
         sizes = {t: size(t, level, scarce) for t in range(len(tables))}
-        found = {t: own for t, own in sizes.items() if tables[t] * row > own.bytes}
+        found = {t: own for t, own in sizes.items() if tables[t] * budget.row_bytes > own.bytes}
         if scarce and shared is None and found:  # whole buckets leave a part of a small budget
-            more = (budget.size - cost(level)) // (row * len(found))
+            more = (budget.size - cost(level)) // (kept_row(scarce) * len(found))
             found = {t: own._replace(shared=own.shared + more) for t, own in found.items()}
         wanted = sum(expected[t] for t in found)
         rows = sum(own.rows for own in found.values())
@@ -213,10 +258,12 @@ def _options_within(
 
     # If hardly any id has room, rows that change hands all the time learn nothing.
     found, share = largest(scarce=False)
-    if share < SCARCE:
+    scarce = share < SCARCE
+    if scarce:
         found, share = largest(scarce=True)
         chance = chance if chance < 1 else max(round(share**0.5, 2), LOWEST_CHANCE)
-    chosen = {} if chance == 1 else {"chance": chance}
+    chosen: dict[str, Any] = {} if chance == 1 else {"chance": chance}
+    chosen |= {"pieces": pieces_of(scarce)}
     return [
         {"rows": found[t].rows, "shared": found[t].shared, **chosen} if t in found else None
         for t in range(len(tables))

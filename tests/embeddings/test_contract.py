@@ -38,6 +38,7 @@ COMPRESSED = [
     ("cafe", {"rows": 40, "pieces": 1}),
     ("cafe", {"rows": 40}),
     ("dynamic", {"rows": 30, "shared": 2}),
+    ("dynamic", {"rows": 30, "shared": 3, "pieces": 2}),
     ("dynamic", {}),
     ("basis", {"parts": 2, "clusters": 5}),
     ("paged", {}),

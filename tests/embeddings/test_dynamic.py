@@ -92,6 +92,49 @@ def test_ids_without_a_row_share_few_of_their_table():
     assert not rows[0] & rows[1]
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_share": 0.5}, {"dtype": "int8"}], ids=str)
+def test_shared_rows_in_pieces_differ_and_learn(options):
+    torch.manual_seed(0)
+    rows = {"rows": [32, 32], "shared": [6, 2], "evict": "age"}  # so that none leaves
+    group = Dynamic([HASHED, 40], 8, **rows, pieces=4, **options)
+    optimizer, total = RowOptimizer(group.parameters(), "sgd", lr=0.1), (2 * 32 + 6 + 2) * 4
+    assert group.weight.shape == (total, 2)
+    assert "pieces" not in str(group.footprint())
+    assert sum(sum(t.values()) for t in group.footprint()) >= total * (4 if options else 8)
+    known = torch.arange(32)
+    others = 1000 + torch.arange(64)
+    step(group, optimizer, known.expand(2, 32))  # takes all slots
+    every = torch.cat([known, others]).expand(2, 96)
+
+    # Of 64 ids that share 32 pieces of 4 kinds hardly two have all of them in common.
+    group.eval()
+    before = group(every).detach()
+    assert len(before[32:, 0].unique(dim=0)) > 60
+    assert len(before[32:].unflatten(2, (4, 2)).flatten(0, 2).unique(dim=0)) <= 32
+    bags = Bags(every.flatten(), torch.arange(0, 193, 3))
+    expected = before.transpose(0, 1).unflatten(1, (-1, 3)).sum(2).transpose(0, 1)
+    torch.testing.assert_close(group(bags), expected)
+    weighted = group(every, per_sample_weights=torch.full((2, 96), 2.0))
+    torch.testing.assert_close(weighted, 2 * before)
+
+    # Training an id without a row changes others in the pieces that they share, and no own row.
+    group.train()
+    (100 * group(others[:2].expand(2, 2))).sum().backward()
+    optimizer.step()
+    after = group.eval()(every).detach()
+    changed = (after != before).unflatten(2, (4, 2)).any(3)  # [96, F, pieces]
+    assert changed[32:34].all()
+    assert 0 < changed[34:].float().mean() < 1
+    assert not changed[:32].any()
+
+
+def test_pieces_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"pieces is 3; set --dynamic\.pieces to a divisor.*, 8"):
+        Dynamic([HASHED], 8, rows=32, pieces=3)
+    with pytest.raises(ValueError, match=r"int4 rows.*leave out --dynamic\.pieces"):
+        Dynamic([HASHED], 8, rows=32, pieces=2, dtype="int4")
+
+
 @pytest.mark.parametrize(("admit", "chance"), [(3, 1.0), (1, 0.3)])
 def test_new_ids_wait_for_admission(admit, chance):
     group = Dynamic([HASHED], 4, rows=1000, admit=admit, chance=chance)
@@ -244,24 +287,29 @@ def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told
 @pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("size", [40_000, 400_000, 4_000_000])
 def test_a_budget_is_divided_by_how_many_ids_occurred(size, dtype):
-    """Where few ids fit, the others share as many rows, and few are admitted."""
+    """Where few ids fit, the others share more rows, in pieces, and few are admitted."""
     seen = [9000, 2000, 40, 1]
     found = Dynamic.for_budget(Budget([HASHED] * 4, 16, size, values=seen, dtype=dtype or "fp32"))
     rows, shared = ([own[name] for own in found] for name in ("rows", "shared"))
     (chance,) = {own.get("chance", 1.0) for own in found}
     assert rows == sorted(rows, reverse=True)
 
-    group = Dynamic([HASHED] * 4, 16, rows=rows, shared=shared, chance=chance, dtype=dtype)
+    (pieces,) = {own["pieces"] for own in found}
+    assert pieces == (4 if chance < 1 else 1)
+
+    group = Dynamic(
+        [HASHED] * 4, 16, rows=rows, shared=shared, chance=chance, pieces=pieces, dtype=dtype
+    )
     taken = sum(sum(table.values()) for table in group.footprint())
     assert (0.98 if chance < 1 else 0.9) * size < taken <= size
     if size == 40_000:
-        assert shared[0] >= rows[0] >= rows[2]
+        assert shared[0] > 1.5 * rows[0] >= 1.5 * rows[2]
         assert 0.05 < chance < 0.2
     else:
         assert rows[0] > rows[2]
         assert shared[0] < rows[0] / 16
         assert chance == 1
 
-    given = {"shared": 5, "chance": 0.3}
+    given = {"shared": 5, "chance": 0.3, "pieces": 2}
     for own in Dynamic.for_budget(Budget([HASHED], 16, size, values=[9000]), **given):
         assert own.items() >= given.items()

@@ -27,6 +27,7 @@ CASES = {
     "tt": {"rank": 32},
     "tt with a cache": {"rank": 8, "cache_rows": 20},
     "tt with exact rows": {"rank": 8, "keep": 20},
+    "dynamic in pieces": {"rows": 40, "shared": 10, "pieces": 4},
     "paged": {"page_size": 64, "devices": ["cpu", "cpu"]},
 }
 CASES |= {kind: {} for kind in available() if kind not in CASES}

@@ -23,6 +23,7 @@ PLANS = {
     "auto": [("short", {"dim": 2, "dtype": "int8"}), ("drop", {"keep": 9}), ("short", {"dim": 4})],
     "offload": [("offload", {"cache_rows": 300})] * 3,
     "host": [("dynamic", {"rows": 300, "cache_share": 0.3})] * 3,
+    "pieces": [("dynamic", {"rows": 300, "shared": 20, "pieces": 4})] * 3,
     "tt": [("dense", {}), ("tt", {"rank": 4}), ("dense", {})],
 }
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +12,38 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.common.budget import MANY_IDS, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.fitting import index_add
+from dlrm.embeddings.common.dynamic_sizes import SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.common.fitting import fit_shared, index_add
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.kernels import require_integers
+from dlrm.kernels.dynamic.hashing import GOLDEN, mix, scale, shift
 from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
 from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
 from dlrm.kernels.dynamic.scores import RULES, Eviction
 from dlrm.kernels.dynamic.slot_index import (
     EMPTY,
-    LANES,
     NAMES,
     Admission,
     SlotIndex,
     begin_step,
-    buckets_for,
 )
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch
 from dlrm.kernels.offload.row_cache import cached_rows
 from dlrm.kernels.update.packed import storage, write_rows
 
-LOAD = 0.8  # of the slots, if there is one for every id: they fit, even if all come in one step
-SLOT_BYTES = 12  # id and score
 CHUNK = 1 << 18  # ids of a dense table that are placed at a time
 STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
+
+
+class RowPart(NamedTuple):
+    """A part of the rows of dynamic tables, or of their columns."""
+
+    weight: nn.Parameter
+    rows: TableRows
+    """Which of the weight's rows are of which table."""
+    first: int = 0
+    """The first column."""
 
 
 class DynamicTables(CountsIds, Embedding):
@@ -61,6 +68,7 @@ class DynamicTables(CountsIds, Embedding):
         age: int = 100_000,
         admit: int = 1,
         chance: float = 1.0,
+        pieces: int | None = None,
         cache_share: float | None = None,
         **common: Any,
     ) -> None:
@@ -81,6 +89,18 @@ class DynamicTables(CountsIds, Embedding):
                 f"dynamic chance is {chance}, it must be above 0, at most 1; set --dynamic.chance"
             )
 
+        pieces = 1 if pieces is None else pieces
+        if pieces < 1 or embedding_dim % pieces:
+            raise ValueError(
+                f"dynamic pieces is {pieces}; set --dynamic.pieces to a divisor of the embedding "
+                f"dim, {embedding_dim}"
+            )
+        if pieces > 1 and common.get("dtype") == "int4":
+            raise ValueError(
+                "int4 rows of dynamic tables are not in pieces: leave out --dynamic.pieces, or set "
+                "--tables.dtype int8"
+            )
+
         if cache_share is not None:
             if evict == "score" or common.get("dtype") is not None:
                 raise ValueError(
@@ -99,7 +119,10 @@ class DynamicTables(CountsIds, Embedding):
         self.num_slots = tuple(slots)
         self.num_shared = tuple(map(shared_rows, slots, few))
         kept = [own + others for own, others in zip(slots, self.num_shared, strict=True)]
-        super().__init__(num_embeddings, embedding_dim, num_kept=kept, **common)  # type: ignore[call-arg]
+        self.pieces = pieces
+        if pieces > 1:  # those of each table come after the first ones of all
+            common["row_dim"] = embedding_dim // pieces
+        super().__init__(num_embeddings, embedding_dim, num_kept=kept * pieces, **common)  # type: ignore[call-arg]
 
         # The state of the index, which a checkpoint has, and what follows from the options.
         index = SlotIndex.empty(slots, Eviction(evict, half_life, age), Admission(admit, chance))
@@ -119,13 +142,21 @@ class DynamicTables(CountsIds, Embedding):
         self._first: Tensor  # [F]
         self._num_shared: Tensor  # [F]
         self._bounds: Tensor  # [F], of the first values of rows
+        self._offsets: Tensor  # [pieces * F], of rows in one weight: where those of each begin
+        if pieces > 1:  # where the shared pieces of each table end, counted together, and begin
+            each = self._num_shared.repeat(pieces)
+            ends = each.cumsum(0)
+            self.register_buffer("_shared_ends", ends, persistent=False)
+            self.register_buffer("_shared_begins", self._offsets - ends + each, persistent=False)
+            self._shared_ends: Tensor  # [pieces * F]
+            self._shared_begins: Tensor  # [pieces * F]
         self._follow_ids()
         self.reset_parameters()
 
     @property
     @abstractmethod
-    def row_parts(self) -> list[tuple[nn.Parameter, TableRows]]:
-        """The weights that have the rows of the tables, and which rows of each table they have."""
+    def row_parts(self) -> list[RowPart]:
+        """The weights that have the rows of the tables."""
 
     @property
     def index(self) -> SlotIndex:
@@ -137,16 +168,16 @@ class DynamicTables(CountsIds, Embedding):
     def reset_parameters(self) -> None:
         """Forget all ids, and draw the rows that ids without a row of their own share."""
         self._clear()
-        for weight, _ in self.row_parts:
-            storage(weight)[0].zero_()
+        for part in self.row_parts:
+            storage(part.weight)[0].zero_()
         for table, (few, bound) in enumerate(zip(self.num_shared, self.bounds, strict=True)):
             rows = torch.empty(few, self.embedding_dim, device=self._tables.device)
             nn.init.uniform_(rows, -bound, bound)
             self._write(table, torch.arange(few, device=rows.device), rows)
 
     def _clear(self) -> None:
-        for weight, _ in self.row_parts:
-            if (cached := cached_rows(weight)) is not None:
+        for part in self.row_parts:
+            if (cached := cached_rows(part.weight)) is not None:
                 cached.release()
         index, self._given_scores = self.index, None
         index.ids.fill_(EMPTY)
@@ -178,14 +209,43 @@ class DynamicTables(CountsIds, Embedding):
     # Looking up -------------------------------------------------------------------------------
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows = self.local_rows(tables, ids)
-        return super().vectors(tables, rows, context)  # type: ignore[safe-super]
+        tables, rows = self.pieces_of(tables, ids)
+        return super().vectors(tables, rows, context).flatten(-2)  # type: ignore[safe-super]
+
+    def pieces_of(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The pieces of ids as tables and rows of one, ``[..., pieces]``; tables broadcast."""
+        rows = self.piece_rows(tables, ids, self.local_rows(tables, ids))
+        numbers = torch.arange(self.pieces, device=ids.device) * self.num_tables
+        return tables[..., None] + numbers, rows.movedim(0, -1)
+
+    def piece_rows(self, tables: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+        """The row of each piece of ids, counted from where the piece of their table begins.
+
+        A shared piece may be any shared piece of the group, of any table: the more ids a table has,
+        the more of them it uses.
+
+        Args:
+            tables: of the ids; they broadcast against them.
+            ids: ``[...]``.
+            rows: those of :meth:`local_rows`.
+
+        Returns:
+            ``[pieces, ...]``.
+        """
+        if self.pieces == 1:
+            return rows[None]
+        number = torch.arange(self.pieces, device=ids.device).view(-1, *[1] * ids.dim())
+        key = mix(ids.long() + 1 + number * GOLDEN.value) ^ mix(tables + 1)
+        shared = scale(shift(key, 16), self._shared_ends[-1])
+        holder = torch.bucketize(shared, self._shared_ends, right=True)
+        shared += self._shared_begins[holder] - self._offsets[tables + number * self.num_tables]
+        return torch.where(rows < self._num_shared[tables], shared, rows)
 
     def _placed_rows(
         self, tables: Tensor, ids: Tensor, context: LookupContext, end: Tensor | None = None
     ) -> Tensor:
         """The rows of look-ups within their tables; in training, new ids get theirs first."""
-        trained = self.row_parts[0][0].requires_grad
+        trained = self.row_parts[0].weight.requires_grad
         if not (self.training and torch.is_grad_enabled() and trained):
             return self.local_rows(tables, ids)
         begin_step(self.index)
@@ -215,18 +275,18 @@ class DynamicTables(CountsIds, Embedding):
             raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
 
         # An id that comes back starts from the row that it started from before.
-        for weight, table_rows in self.row_parts:
-            cached = cached_rows(weight)
+        for part in self.row_parts:
+            cached = cached_rows(part.weight)
             reset_rows(
-                weight,
-                row_states(weight) or [],
-                table_rows,
+                part.weight,
+                row_states(part.weight) or [],
+                part.rows,
                 self._num_shared,
                 placed,
                 tables,
                 ids,
                 self._bounds,
-                self._seed,
+                self._seed + part.first if part.first else self._seed,
                 cached=cached.cached_slots if cached is not None and cached.active else None,
             )
         return placed.rows
@@ -248,11 +308,13 @@ class DynamicTables(CountsIds, Embedding):
         """Copy the rows of dense tables, each ``[V, D]``, to the ids 0 to V - 1.
 
         If they do not all fit, the first ones do: they are the most frequent. A shared row becomes
-        the mean of those of its other ids.
+        the mean of those of its other ids; a piece as in
+        :func:`~dlrm.embeddings.common.fitting.fit_shared`.
         """
         self._check_dense(weights)
         self._clear()
         begin_step(self.index)  # all ids are of one step, so that none is evicted
+        placed: list[list[Tensor]] = [[] for _ in weights]
         for table, weight in enumerate(weights):
             few, dim = self.num_shared[table], self.embedding_dim
             total = torch.zeros(few, dim + 1, device=weight.device)
@@ -265,20 +327,31 @@ class DynamicTables(CountsIds, Embedding):
                 local = self._place(tables, ids, None)
                 own = local >= few
                 self._write(table, local[own], part[own])
+                placed[table].append(ids[own])
                 counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)
                 index_add(total, local[~own], counted[~own])
 
-            if total[:, dim].any():
+            if self.pieces == 1 and total[:, dim].any():
                 means = total[:, :dim] / total[:, dim:].clamp(min=1)
                 self._write(table, torch.arange(few, device=means.device), means)
         self.index.counts.zero_()
 
+        if self.pieces > 1:
+            weight = self.row_parts[0].weight
+            fit_shared(weight, weights, self._rows_of_pieces, [torch.cat(own) for own in placed])
+
+    def _rows_of_pieces(self, table: int, ids: Tensor) -> Tensor:
+        """The rows of the weight that are the pieces of ids ``[n]``, ``[n, pieces]``."""
+        numbers, rows = self.pieces_of(torch.full_like(ids, table), ids)
+        return rows + self._offsets[numbers]
+
     def _write(self, table: int, rows: Tensor, values: Tensor) -> None:
         """Set rows of a table to ``values [n, D]``, where they are."""
-        for weight, table_rows in self.row_parts:
-            if not weight.is_meta:
-                to, here = held_rows_torch(rows, torch.full_like(rows, table), table_rows)
-                write_rows(weight, to[here], values[here])
+        for part in self.row_parts:
+            if not part.weight.is_meta:
+                to, here = held_rows_torch(rows, torch.full_like(rows, table), part.rows)
+                columns = slice(part.first, part.first + part.weight.shape[1])
+                write_rows(part.weight, to[here], values[here, columns])
 
     def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
         if self.num_embeddings[table] >= MANY_IDS:
@@ -299,7 +372,9 @@ class DynamicTables(CountsIds, Embedding):
             getattr(self, f"_{name}").nbytes for name in ("time", "sketch", "counts", "seed")
         )
         split = split_by_rows(rest, self.num_slots)
-        weights = super().footprint()  # type: ignore[safe-super]
+        parts = super().footprint()  # type: ignore[safe-super]
+        pieces = [parts[table :: self.num_tables] for table in range(self.num_tables)]
+        weights = [{name: sum(part[name] for part in own) for name in own[0]} for own in pieces]
         return [
             {**table, "index": table.get("index", 0) + size + share}
             for table, size, share in zip(weights, own, split, strict=True)
@@ -321,44 +396,5 @@ class DynamicTables(CountsIds, Embedding):
         self._follow_ids()
 
     def _follow_ids(self) -> None:
-        for weight, _ in self.row_parts:
-            follow_ids(weight)
-
-
-def slots_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) -> list[int]:
-    """Slots of each table, whole buckets, for so many ids that have a row at a time.
-
-    Raises:
-        ValueError: none, or not one for each table, or none where the number of ids is unknown.
-    """
-    return [LANES * buckets_for(own) for own in _rows_of(num_embeddings, rows)]
-
-
-def _rows_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) -> list[int]:
-    """Ids that have a row in each table, at most as many as it takes for all to fit.
-
-    Raises:
-        ValueError: none, or not one for each table, or none where the number of ids is unknown.
-    """
-    tables = len(num_embeddings)
-    each = [rows] * tables if rows is None or isinstance(rows, int) else list(rows)
-    if len(each) != tables or any(own is not None and own < 1 for own in each):
-        raise ValueError(
-            f"dynamic rows is {rows}: set --dynamic.rows to 1 or more; in code it may be a list of "
-            f"one for each of the {tables} tables"
-        )
-    found = []
-    for known, own in zip(num_embeddings, each, strict=True):
-        if known >= MANY_IDS and own is None:
-            raise ValueError(
-                "the number of ids is unknown, as they are hashed texts: set --dynamic.rows to the "
-                "ids of a table that have a row at a time"
-            )
-        most = None if known >= MANY_IDS else ceil(known / LOAD)
-        found.append(min(value for value in (own, most) if value is not None))
-    return found
-
-
-def shared_rows(slots: int, shared: int | None) -> int:
-    """Shared rows of a table with so many slots."""
-    return max(1, slots // LANES) if shared is None else shared
+        for part in self.row_parts:
+            follow_ids(part.weight)

@@ -111,28 +111,31 @@ class HostRows(PrefetchesRows, SharedRows):
         return self.cached if self.cached.active else super()._source
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        self._prepare(tables, ids, context)
+        if self._unprepared(context):
+            self._prepare(ids + self._offsets[tables])
         return super().vectors(tables, ids, context)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        self._prepare(self._tables[:, None], ids, context)
+        if self._unprepared(context):
+            self._prepare(ids + self._offsets[:, None])
         return super().lookup(ids, context)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if self.cached.active and not context.rows_fetched:
+        if self._unprepared(context):
             ids = bags.ids
             if context.padded:  # any ids lie beyond the last bag
                 index = torch.arange(len(ids), device=ids.device)
                 ids = ids.where(index < bags.offsets[-1], 0)
-            self._prepare(bags.tables(self.num_tables), ids, context)
+            self._prepare(ids + self._offsets[bags.tables(len(self.num_kept))])
         return super().lookup_bags(bags, context)
 
-    def _prepare(self, tables: Tensor, ids: Tensor, context: LookupContext) -> None:
-        """Have the rows ``ids`` within their tables where a look-up expects them."""
-        if self.cached.active and not context.rows_fetched:
-            training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-            rows = (ids + self._offsets[tables]).reshape(1, -1)
-            self.cached.prepare(rows, None, training=training)
+    def _unprepared(self, context: LookupContext) -> bool:
+        """Whether rows must be brought to where a look-up expects them."""
+        return self.cached.active and not context.rows_fetched
+
+    def _prepare(self, rows: Tensor) -> None:
+        training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        self.cached.prepare(rows.reshape(1, -1), None, training=training)
 
     def window_size(self, lookups: int) -> int:
         """So large that the rows of two windows take most of the cache."""
@@ -184,7 +187,7 @@ class HostRows(PrefetchesRows, SharedRows):
             return torch.cat(one_hot, dim=1), self._offsets if starts is None else starts
 
         rows = [
-            ids.ids + self._offsets[ids.tables(self.num_tables)]
+            ids.ids + self._offsets[ids.tables(len(self.num_kept))]
             if isinstance(ids, Bags)
             else (ids + self._offsets[:, None]).reshape(-1)
             for ids in batches
