@@ -4,9 +4,10 @@ A step finds the slots of all look-ups, and lists those whose ids have none. Of 
 look-up is its *claimant*: they agree by compare-and-swap in a hash table of look-ups, which is as
 large as the batch. Each round, the claimants choose buckets by the scores of their slots alone, and
 are linked to a list for each: for the last round if both are full, as these do not change before.
-Then each list is reduced to its smallest ids, which take slots in ascending order: so the order of
-the list does not matter. Memory of a step depends on the number of look-ups and buckets only.
-Kernels after the first do no more work than there are missing ids, and none in rounds without any.
+Then a thread goes through each list for its smallest ids, which take slots in ascending order: so
+the order of the list does not matter. Memory of a step depends on the number of look-ups and
+buckets only. Kernels after the first do no more work than there are missing ids, and none in rounds
+without any.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SPARE = tl.constexpr(1 << 14)  # cells to swap in without a claim
 ENOUGH = tl.constexpr(12)  # empty slots with which an id takes its first bucket
 NOT_PLACED, WAITING, FULL = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
 SMALLEST, LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
+NO_LOOKUP = tl.constexpr(2**31 - 1)
 
 
 class Lookups(NamedTuple):
@@ -247,7 +249,8 @@ def choose(
         one, other = _buckets(index, id, table, wanting)
         order = _order(index, _slots_of(one), wanting[:, None], EVICTION)
         room_one, best_one = tl.sum((order < 0).to(tl.int32), 1), tl.min(order, 1)
-        order = _order(index, _slots_of(other), wanting[:, None], EVICTION)
+        full = wanting & (room_one < ENOUGH)
+        order = _order(index, _slots_of(other), full[:, None], EVICTION)
         room_other, best_other = tl.sum((order < 0).to(tl.int32), 1), tl.min(order, 1)
         room = tl.maximum(room_one, room_other) > 0
         emptier = (room_other > room_one) & (room_one < ENOUGH)
@@ -268,25 +271,51 @@ def choose(
 
 
 @triton.jit
-def _smallest(work, head):
-    """The smallest ids of lists ``[BLOCK]``: ids and look-ups ``[BLOCK, LANES]``, and the lengths
-    of the lists.
+def _sorted(id, k, other, other_k):
+    """Two ids of each lane, the smaller one first, with their look-ups."""
+    swap = (other < id) | ((other == id) & (other_k < k))  # equal ones are none, or the largest id
+    first, second = tl.where(swap, other, id), tl.where(swap, id, other)
+    return first, tl.where(swap, other_k, k), second, tl.where(swap, k, other_k)
+
+
+@triton.jit
+def _smallest(work, head, least):
+    """The four smallest ids of lists ``[BLOCK]`` from ``least`` on, ascending, each followed by its
+    look-up, and the lengths of the lists.
     """
-    lane = tl.arange(0, LANES)[None, :]
-    id = tl.full([head.shape[0], LANES], SMALLEST, tl.int64)
-    k, length = tl.zeros(id.shape, tl.int32), tl.zeros(head.shape, tl.int32)
-    j = head
+    # In registers: an exchange between threads would take longer than all else.
+    one = tl.full(head.shape, LARGEST, tl.int64)
+    two, three, four = one, one, one
+    k_one = tl.full(head.shape, NO_LOOKUP, tl.int32)
+    k_two, k_three, k_four = k_one, k_one, k_one
+    j, length = head, tl.zeros(head.shape, tl.int32)
     while tl.max(j, 0) >= 0:
         live = j >= 0
-        its_id = tl.load(work.new_ids + j, mask=live, other=0)[:, None]
-        its_k = tl.load(work.new + j, mask=live, other=0)[:, None]
-        largest = tl.max(id, 1)[:, None]
-        replaced = (length[:, None] >= LANES) & (id == largest) & (its_id < largest)
-        to = live[:, None] & (replaced | (lane == length[:, None]))
-        id, k = tl.where(to, its_id, id), tl.where(to, its_k, k)
+        id = tl.load(work.new_ids + j, mask=live, other=SMALLEST)
+        k = tl.load(work.new + j, mask=live, other=0)
+        wanted = live & (id >= least)
+        id, k = tl.where(wanted, id, LARGEST), tl.where(wanted, k, NO_LOOKUP)
+        one, k_one, id, k = _sorted(one, k_one, id, k)
+        two, k_two, id, k = _sorted(two, k_two, id, k)
+        three, k_three, id, k = _sorted(three, k_three, id, k)
+        four, k_four, id, k = _sorted(four, k_four, id, k)
         length += live.to(tl.int32)
         j = tl.load(work.next + j, mask=live, other=-1)
-    return id, k, length
+    return one, k_one, two, k_two, three, k_three, four, k_four, length
+
+
+@triton.jit
+def _give(index, work, bucket, key, id, k, score, on):
+    """Give the first slot of each bucket to an id; returns the keys of the others, and whether an
+    id left.
+    """
+    first = tl.min(key, 1)
+    slot = bucket * LANES + first % LANES
+    tl.store(index.ids + slot, id, mask=on)
+    tl.store(index.scores + slot, score, mask=on)
+    tl.store(work.status + k, slot.to(tl.int32), mask=on)
+    key = tl.where(key == first[:, None], 2**31 - 1, key)
+    return key, (on & (first >= LANES)).to(tl.int32)  # not an empty one
 
 
 @triton.jit
@@ -309,36 +338,38 @@ def fill(
         tl.debug_barrier()  # several warps read the same heads
         tl.store(work.heads + chain, -1, mask=own)
         bucket = (chain - LAST * work.buckets).to(tl.int64)
-        id, k, length = _smallest(work, tl.where(own, j, -1))
-        live = lane < length[:, None]
 
         # Its slots: the key of a slot is its place in the order in which they are taken, and its
         # lane.
         order = _order(index, _slots_of(bucket), own[:, None], EVICTION)
         key = (order + 1) * LANES + lane
-        most = tl.sum((order < KEPT).to(tl.int32), 1)
+        room = tl.sum((order < KEPT).to(tl.int32), 1)
         if not LAST:
-            most = (tl.sum((order < 0).to(tl.int32), 1) + 1) // 2
-        placed = tl.minimum(tl.minimum(length, LANES), most)
-        if not LAST:
-            some = tl.max((length > placed).to(tl.int32), 0) > 0
-            tl.store(flags + 4, 1, mask=some)  # of the next round
+            room = (tl.sum((order < 0).to(tl.int32), 1) + 1) // 2
 
-        # Match them, each in ascending order.
-        for turn in range(tl.max(placed, 0)):
-            on = turn < placed
-            first = tl.min(key, 1)
-            slot = bucket * LANES + first % LANES
-            smallest = tl.min(tl.where(live, id, LARGEST), 1)
-            chosen = live & (id == smallest[:, None])
-            its_k = tl.sum(tl.where(chosen, k, 0), 1)
-            tl.store(index.ids + slot, smallest, mask=on)
-            tl.store(index.scores + slot, score, mask=on)
-            tl.store(work.status + its_k, slot.to(tl.int32), mask=on)
-            evicted += (on & (first >= LANES)).to(tl.int32)  # not an empty one
-            key = tl.where(key == first[:, None], 2**31 - 1, key)
-            live &= ~chosen
-        inserted += placed
+        # Match ids and slots, each in ascending order, four at a time.
+        head, least = tl.where(own, j, -1), tl.full([BLOCK], SMALLEST, tl.int64)
+        length, given, most = tl.zeros([BLOCK], tl.int32), 0, 1
+        while given < most:
+            one, k_one, two, k_two, three, k_three, four, k_four, found = _smallest(
+                work, head, least
+            )
+            length = tl.maximum(length, found)
+            placed = tl.minimum(tl.minimum(length, LANES), room)
+            key, left = _give(index, work, bucket, key, one, k_one, score, given < placed)
+            evicted += left
+            key, left = _give(index, work, bucket, key, two, k_two, score, given + 1 < placed)
+            evicted += left
+            key, left = _give(index, work, bucket, key, three, k_three, score, given + 2 < placed)
+            evicted += left
+            key, left = _give(index, work, bucket, key, four, k_four, score, given + 3 < placed)
+            evicted += left
+            inserted += tl.minimum(tl.maximum(placed - given, 0), 4)
+            given, most, least = given + 4, tl.max(placed, 0), four + 1
+            head = tl.where(given < placed, head, -1)
+        if not LAST:
+            some = tl.max((length > room).to(tl.int32), 0) > 0
+            tl.store(flags + 4, 1, mask=some)  # of the next round
     number = tl.sum(inserted, 0).to(tl.int64)
     tl.atomic_add(index.counts + 1, number, mask=number > 0, sem="relaxed")
     number = tl.sum(evicted, 0).to(tl.int64)

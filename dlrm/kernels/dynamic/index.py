@@ -28,7 +28,7 @@ from dlrm.kernels.dynamic.scores import VALUE
 from dlrm.kernels.dynamic.slot_index import LANES, ROUNDS, Placed, SlotIndex
 
 BLOCK = 64  # look-ups of a program that reads their buckets
-LISTS = 16  # that a program goes through at a time
+LISTS = 32  # that a program goes through at a time
 WIDE = 256  # look-ups of a program that reads no buckets
 PROGRAMS = 1056  # that go through what is missing
 
@@ -96,6 +96,7 @@ def place(
 
     # The other programs go through lists, of which only the device knows the length.
     grid = (min(triton.cdiv(lookups.n, BLOCK), PROGRAMS),)
+    lists = (min(triton.cdiv(lookups.n, LISTS), 2 * PROGRAMS),)
     kernels.claim[grid](arrays, lookups, work, half, BLOCK=WIDE, COUNT=admission.after > 1)
     for number, flags in enumerate(work.counters[1:]):
         last = number == ROUNDS - 1
@@ -103,8 +104,8 @@ def place(
             arrays, lookups, work, flags, half, admission.limit, FIRST=number == 0, LAST=last,
             BLOCK=BLOCK, EVICTION=eviction, AFTER=admission.after, CHANCE=admission.chance < 1,
         )  # fmt: skip
-        kernels.fill[grid](
-            arrays, work, flags, LAST=last, BLOCK=LISTS, EVICTION=eviction, num_warps=2
+        kernels.fill[lists](
+            arrays, work, flags, LAST=last, BLOCK=LISTS, EVICTION=eviction, num_warps=1
         )
     kernels.finish[grid](arrays, num_shared, lookups, work, rows, BLOCK=WIDE)
     return placed
