@@ -30,7 +30,7 @@ from dlrm.utils.bags import Bags
 FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
 GROWTH = 4  # times as many ids are expected as have occurred
 LEAST = 16  # a table of which few ids have occurred gets one of so many rows of the largest
-SCARCE, LOWEST_CHANCE, OTHERS = 0.03, 0.01, 2
+SCARCE, SCARCE_CHANCE, OTHERS = 0.03, 0.01, 2
 """If a smaller share of the ids has room, the others share so many rows in pieces for each own one,
 and an id gets its own by chance."""
 
@@ -260,8 +260,8 @@ def _options_within(
     found, share = largest(scarce=False)
     scarce = share < SCARCE
     if scarce:
-        found, share = largest(scarce=True)
-        chance = chance if chance < 1 else max(round(share**0.5, 2), LOWEST_CHANCE)
+        found, _ = largest(scarce=True)
+        chance = chance if chance < 1 else SCARCE_CHANCE
     chosen: dict[str, Any] = {} if chance == 1 else {"chance": chance}
     chosen |= {"pieces": pieces_of(scarce)}
     return [

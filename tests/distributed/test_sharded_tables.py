@@ -85,10 +85,11 @@ def test_rows_of_any_ids_are_sharded_by_row_and_those_in_int4_not():
     for tables in ({"a": "table"}, {"a": "table", "b": "auto"}):
         found = make_sharding_plan(world, NAMES, recipe, threshold=100, tables=tables)
         assert {shard.table for shard in found.shards} == {0, *range(1, len(tables))}
-    host = {**recipe, "plan": [("dynamic", {"rows": 1000, "cache_share": 0.1}), *plan[1:]]}
-    assert make_sharding_plan(world, NAMES, host, threshold=100) is None
-    with pytest.raises(ValueError, match="or max, rows in pieces or in host memory, are replicated: remove"):
-        make_sharding_plan(world, NAMES, host, tables={"a": "row"})
+    for option in ({"cache_share": 0.1}, {"pieces": 2}):
+        whole = {**recipe, "plan": [("dynamic", {"rows": 1000, **option}), *plan[1:]]}
+        assert make_sharding_plan(world, NAMES, whole, threshold=100) is None
+        with pytest.raises(ValueError, match="rows in pieces or in host memory, are replicated: r"):
+            make_sharding_plan(world, NAMES, whole, tables={"a": "row"})
     with pytest.raises(ValueError, match="shards a by column, but a row of --emb dynamic is made"):
         make_sharding_plan(world, NAMES, recipe, threshold=100, by="column")
 
