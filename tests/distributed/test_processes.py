@@ -71,9 +71,9 @@ def test_tables_that_peers_hold_equal_whole_ones(torchrun, processes, impl):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_dynamic_tables_in_shards_on_gpus_equal_those_of_one(monkeypatch):
-    monkeypatch.setitem(ENVIRONMENT, "TORCH_COMPILE_DISABLE", "1")  # the MLPs, 40 times
-    out, error = real_torchrun(2, HERE / "ranks.py", "gpus").communicate(timeout=500)
+@pytest.mark.parametrize("part", ["dynamic", "exchanges", "bags", "drop"])
+def test_captured_steps_of_two_gpus_equal_those_of_one(part):
+    out, error = real_torchrun(2, HERE / "ranks.py", "gpus", part).communicate(timeout=240)
     assert "all is equal" in out, out + error
 
 
@@ -160,9 +160,7 @@ def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
     ],
     ids=["rows", "auto", "columns"],
 )  # fmt: skip
-def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(
-    run, torchrun, data, tmp_path, options
-):
+def test_a_checkpoint_of_shards_of_any_number_of_processes(run, torchrun, data, tmp_path, options):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
     done = torchrun(2, "train", *common, *options, "--max_steps", "6")
     assert done.returncode == 0, done.stderr
@@ -174,7 +172,13 @@ def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(
     run("train", "--resume", tmp_path / "run", "--max_steps", "8")
     done = torchrun(3, "train", "--resume", tmp_path / "run", "--max_steps", "10")
     assert done.returncode == 0, done.stderr
-    assert max(losses(tmp_path / "run")) == 10
+
+    # As a run of two processes that was not stopped, but for how int8 weights are rounded.
+    common[-1] = "whole"
+    done = torchrun(2, "train", *common, *options, "--max_steps", "10")
+    assert done.returncode == 0, done.stderr
+    noise = 1e-5 if "column" in options else 2e-4
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=noise)
 
 
 @pytest.mark.slow
