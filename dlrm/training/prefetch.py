@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
@@ -142,10 +143,20 @@ class RowPrefetcher(Prefetcher):
         return LookupContext(rows_fetched=True)
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A recorded sort: its input, and what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    ids: Tensor
+    found: list[SortedLookups]
+
+
 class SortPrefetcher(Prefetcher):
     """Sorts the look-ups of a batch at peers ahead of its step, which begins with them.
 
-    A sort needs only ids: those of the next batch are sorted during the current step. Batches with
+    A sort needs only ids: those of the next batch are sorted during the current step. On a GPU, a
+    CUDA graph does so: its launches one by one take the host longer than a small step. Batches with
     bags of ids are not sorted.
 
     Args:
@@ -157,6 +168,9 @@ class SortPrefetcher(Prefetcher):
         super().__init__()
         self._arch = arch
         self._side = side_stream_of(device, "lookups")
+        # What was sorted last may still be read: two recordings take turns.
+        self._turn = False
+        self._captured: dict[tuple[torch.Size, torch.dtype, bool], _Captured | None] = {}
         self._reset()
 
     def look_ahead(self, samples: int) -> int:
@@ -177,7 +191,23 @@ class SortPrefetcher(Prefetcher):
             self._next = self._sort(batch)
 
     def _sort(self, batch: Batch) -> list[SortedLookups]:
-        return [] if batch.offsets is not None else self._arch.sort(batch.ids)
+        """The first two batches of a shape compile the kernels, the next two are captured."""
+        if batch.offsets is not None:
+            return []
+        self._turn = not self._turn
+        key = batch.ids.shape, batch.ids.dtype, self._turn
+        if not batch.ids.is_cuda or key not in self._captured:
+            self._captured[key] = None
+            return self._arch.sort(batch.ids)
+
+        if (captured := self._captured[key]) is None:
+            graph, ids = torch.cuda.CUDAGraph(), batch.ids.clone()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found = self._arch.sort(ids)
+            captured = self._captured[key] = _Captured(graph, ids, found)
+        captured.ids.copy_(batch.ids)
+        captured.graph.replay()
+        return captured.found
 
 
 def make_prefetcher(
