@@ -225,19 +225,22 @@ class World:
 
     def gather_ids(
         self, tables: Tensor, ids: Tensor, *, equal: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Tables and ids of the global batch, in its order.
+    ) -> tuple[Tensor, Tensor, slice | None]:
+        """Tables and ids of the global batch, in its order, and the columns of this process.
 
         Args:
-            tables, ids: ``[F, 1]`` and ``[F, B]``, or both ``[nnz]``, table by table.
+            tables, ids: ``[F, 1]`` and ``[F, B]``, or both ``[nnz]``, table by table, which have no
+                columns.
             equal: all processes have the same number of ids.
         """
         sizes = self.sizes(ids.shape[-1], ids.device, equal=equal)
         if ids.dim() == 2:
-            return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
+            begin = sum(sizes[: self.rank])
+            gathered = torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
+            return tables, gathered, slice(begin, begin + ids.shape[1])
         both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))
         both = both[both[:, 0].argsort(stable=True)]
-        return both[:, 0], both[:, 1]
+        return both[:, 0], both[:, 1], None
 
     def in_order(self, columns: tuple[Tensor, ...], rows: int, share: int) -> tuple[Tensor, ...]:
         """Values of all rows of a split, on every rank, in the order of the rows.

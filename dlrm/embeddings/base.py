@@ -282,7 +282,7 @@ class Embedding(PacksRows, ABC):
             if isinstance(ids, Bags):
                 tables, ids = ids.tables(self.num_tables), ids.ids
             if context.gather_ids is not None:
-                tables, ids = context.gather_ids(tables, ids)
+                tables, ids, _ = context.gather_ids(tables, ids)
             self.observe(tables, ids)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:

@@ -82,7 +82,7 @@ class GradientReducer:
 
     def with_all_ids(self, batch: Batch) -> Batch:
         """A one-hot batch with the ids of all processes, ``[F, total_size]``."""
-        _, ids = self.world.gather_ids(batch.ids, batch.ids, equal=self.is_even(batch))
+        _, ids, _ = self.world.gather_ids(batch.ids, batch.ids, equal=self.is_even(batch))
         return replace(batch, ids=ids)
 
     def drop_gradients(self) -> None:
@@ -91,9 +91,11 @@ class GradientReducer:
         self._sent = 0  # parts
 
     def _on_gradient(self, part: int) -> None:
+        # In the same order on every process. The last part follows the gradients of tables, which
+        # are complete before it: sums run one after another.
         self._missing[part] -= 1
-        while self._sent < len(self._parts) and not self._missing[self._sent]:
-            self._send()  # in the same order on every process
+        while self._sent < len(self._parts) - 1 and not self._missing[self._sent]:
+            self._send()
 
     def _send(self) -> None:
         part = self._parts[self._sent]
@@ -139,7 +141,7 @@ class GradientReducer:
                 continue
             if not parameter.grad.is_sparse:
                 dense.append(parameter)
-            elif len(parameter) <= SMALL * batch.total_size and packed_rows(parameter) is None:
+            elif len(parameter) <= SMALL * batch.total_size:
                 small.append(parameter)
             else:
                 large.append(parameter)
@@ -179,9 +181,13 @@ class GradientReducer:
         minus_one = torch.full((), -1.0, device=values.device)
         found = sorter.result(parameter, rows) if sorter else None
         update_rows("sgd", table, rows, values, lr=minus_one, sorted_rows=found)
-        if self._skips_zero_gradients:
+        if not self._needs_mask(parameter):
             return [table]
         return [table, torch.zeros_like(table[:, 0]).index_fill_(0, rows, 1.0)]
+
+    def _needs_mask(self, parameter: nn.Parameter) -> bool:
+        """Whether an update changes rows without a gradient, as by rounding them."""
+        return not self._skips_zero_gradients or packed_rows(parameter) is not None
 
     def _set_dense_gradient(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         """Set the gradient of a parameter from the front of ``flat``; returns the rest.
@@ -191,7 +197,7 @@ class GradientReducer:
         """
         table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         grad = table.view_as(parameter).to(parameter.dtype)
-        if self._skips_zero_gradients:
+        if not self._needs_mask(parameter):
             parameter.grad = grad
             return flat
         num_rows = len(parameter)

@@ -1,7 +1,7 @@
 """Run by ``torchrun`` in test_processes.py: one process of several, checked against one alone.
 
-With the argument ``gpus``, each process has a GPU, and steps with dynamic tables and with rows in
-host memory are captured.
+With the argument ``gpus``, each process has a GPU, and steps are captured: with ``dynamic`` tables,
+with other ``exchanges`` of these, with ``bags`` of ids, or with ``drop`` and rows in host memory.
 """
 
 from __future__ import annotations
@@ -281,22 +281,27 @@ def check_copies(world, **given):
     check_training(world, "copies of int8 rows", "dense", **options, **given)
 
 
-def check_gpus(world):
+def check_gpus(world, part):
     """What is captured: dynamic tables, whose ids are placed and evicted, and copies to peers."""
-    ways = ("row", "peers"), ("row", "collective"), ("table", "peers")
-    for (by, exchange), (name, options) in itertools.product(ways, DYNAMIC.items()):
-        options = {"threshold": 40, "by": by, "exchange": exchange, **options}
-        if options.get("multi_hot") is not True:
-            options |= {"mode": "graph", "totals": [64] * 8}
-        check_training(world, f"dynamic, {name}, by {by}, {exchange}", "dynamic", **options)
-    check_training(world, "cross layers", "dense", interaction="dcn", by="row", threshold=300)
-    check_copies(world, mode="graph", totals=[64] * 8)
-    for name, options in DROP.items():
-        if options.get("multi_hot") is not True:
-            options |= {"mode": "graph", "totals": [64] * 8}
-        check_training(world, f"drop, {name}", "drop", **options)
-    options = {"own": {"cache_rows": 90}, "by": "replicate", "mode": "graph", "totals": [64] * 12}
-    check_training(world, "rows in host memory", "offload", **options)
+    even = {"mode": "graph", "totals": [64] * 8}
+    if part in ("dynamic", "exchanges"):
+        ways = [("row", "peers", name) for name in DYNAMIC]
+        if part == "exchanges":
+            others = ("row", "collective"), ("table", "peers")
+            ways = [(*way, name) for way in others for name in ("evicted", "fixed bags")]
+        for by, exchange, name in ways:
+            options = {"threshold": 40, "by": by, "exchange": exchange, **DYNAMIC[name]}
+            options |= {} if options.get("multi_hot") is True else even
+            check_training(world, f"dynamic, {name}, by {by}, {exchange}", "dynamic", **options)
+    elif part == "bags":
+        check_training(world, "cross layers", "dense", interaction="dcn", by="row", threshold=300)
+        check_copies(world, **even)
+    else:
+        for name, options in DROP.items():
+            options = options | ({} if options.get("multi_hot") is True else even)
+            check_training(world, f"drop, {name}", "drop", **options)
+        options = {"own": {"cache_rows": 90}, "by": "replicate", **even, "totals": [64] * 12}
+        check_training(world, "rows in host memory", "offload", **options)
 
 
 def main():
@@ -304,7 +309,7 @@ def main():
     world = World.from_environment()
     if "gpus" in sys.argv:
         world.join(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-        check_gpus(world)
+        check_gpus(world, sys.argv[-1])
         return finish(world)
     world.join(torch.device("cpu"))
     check_pages(world)

@@ -28,8 +28,9 @@ class LookupContext(BagContext):
     """Length of all bags of each table, if it is fixed and the tables are sharded."""
     grouped: bool = False
     """The ids are in the order of the groups of tables, not in that of the features."""
-    gather_ids: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """Gathers the tables and ids of the batches of all processes."""
+    gather_ids: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, slice | None]] | None = None
+    """Gathers the tables and ids of the batches of all processes; also returns the columns of this
+    one, if there are any."""
 
 
 NO_CONTEXT = LookupContext()

@@ -251,8 +251,9 @@ class DynamicTables(CountsIds, Embedding):
         begin_step(self.index)
         if context.gather_ids is None:
             return self._place(tables, ids, end)
-        self._place(*context.gather_ids(tables, ids), end)  # the same on every process
-        return self.local_rows(tables, ids)
+        of_all, every, own = context.gather_ids(tables, ids)
+        rows = self._place(of_all, every, end)  # the same on every process
+        return self.local_rows(tables, ids) if own is None else rows[:, own]
 
     def place(self, ids: Tensor) -> Tensor:
         """Give rows to new ids ``[F, B]``, as a training step does; returns the row of each id
