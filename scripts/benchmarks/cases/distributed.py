@@ -321,7 +321,7 @@ class Benchmark:
             "rule": case.rule,
             "by": "auto" if text else "-",
             "wire": case.wire if text else "-",
-            "exchange": text.rsplit(" ", 1)[-1] if text else "-",
+            "exchange": text.partition("exchange by ")[2] or "-",
             "threshold": case.rows_from,
             "gpus": world.size,
             "batch_per_gpu": batch,
