@@ -29,8 +29,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, tl, triton, use_triton
-from dlrm.kernels.interaction import check_vectors, load_vectors, positions_of, with_strides
+from dlrm.kernels.interaction import (
+    check_vectors,
+    load_vectors,
+    positions_of,
+    readable,
+    with_strides,
+)
 from dlrm.kernels.mlp import wide_product
+from dlrm.kernels.multi_copy import cast_together
 
 ROWS, COLUMNS = 4, 512  # of a tile
 REPEATS = 16  # tiles below each other whose sums of columns one program computes
@@ -253,9 +260,8 @@ def cast_layers(
     for layer in layers:
         require_contiguous(**layer._asdict())
     weights = [weight for layer in layers for weight in layer]
-    low = [torch.empty_like(weight, dtype=dtype) for weight in weights]
     with torch.no_grad():
-        torch._foreach_copy_(low, weights)
+        low = cast_together(weights, dtype)
     late: list[list[Tensor]] = [[] for _ in layers]
     cast = [
         _Late.apply(late[index], low[3 * index : 3 * index + 3], *layer)
@@ -301,7 +307,7 @@ def cross_network(
             return cross_network_torch(first, layers)
         cast = cast_layers(layers, bottom.dtype, impl=impl)
         layers = cast if isinstance(cast, CastLayers) else CastLayers([], [])
-    bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *embedded))
+    bottom, *parts = readable(bottom, embedded)
     order = None if order is None else order.contiguous()
     with torch.autocast(bottom.device.type, enabled=False):
         return _CrossNetwork.apply(layers.late, order, len(parts), bottom, *parts, *layers.weights)

@@ -39,11 +39,8 @@ def load_vectors(bottom, parts, sample, position, column, SIZES: tl.constexpr, D
         pointer, stride_b, stride_f = parts[part]
         mine = (position >= begin) & (position < begin + SIZES[part])
         at = sample * stride_b + (position - begin).to(tl.int64) * stride_f
-        if pointer.dtype == parts[0][0].dtype:  # one load for all of them
-            base = tl.where(mine, pointer + at, base)
-            known = known | mine
-        else:
-            x += tl.load(pointer + at + column, mask=mine & inside, other=0.0).to(x.dtype)
+        base = tl.where(mine, pointer + at, base)  # for one load of all of them
+        known = known | mine
         begin += SIZES[part]
     return x + tl.load(base + column, mask=known & inside, other=0.0).to(x.dtype)
 
@@ -121,19 +118,15 @@ def _backward(
         value = result.to(grad_bottom.dtype.element_ty)
         tl.store(grad_bottom + vector * D + column, value, mask=first)
 
-        # The others belong to groups of tables. Those of one type are stored together.
+        # The others belong to groups of tables, and are stored together.
         base = grad_parts[0] + (sample * SIZES[0] + position) * D
         known = (position >= 0) & (position < SIZES[0])
         begin = SIZES[0]
         for part in tl.static_range(1, len(SIZES)):
             mine = (position >= begin) & (position < begin + SIZES[part])
             pointer = grad_parts[part] + (sample * SIZES[part] + position - begin) * D
-            if pointer.dtype == base.dtype:
-                base = tl.where(mine, pointer, base)
-                known = known | mine
-            else:
-                value = result.to(pointer.dtype.element_ty)
-                tl.store(pointer + column, value, mask=mine & inside)
+            base = tl.where(mine, pointer, base)
+            known = known | mine
             begin += SIZES[part]
         tl.store(base + column, result.to(base.dtype.element_ty), mask=known & inside)
 
@@ -178,6 +171,13 @@ def check_vectors(bottom: Tensor, parts: Sequence[Tensor], order: Tensor | None)
         raise ValueError(
             f"order has shape {tuple(order.shape)}, it must be [{vectors}]: one for each embedding"
         )
+
+
+def readable(bottom: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The bottom vector and the parts as kernels read them: these are of one type."""
+    alike = len({part.dtype for part in parts}) == 1
+    vectors = [bottom, *(part if alike else part.to(bottom.dtype) for part in parts)]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in vectors]
 
 
 class _DotInteraction(torch.autograd.Function):
@@ -244,7 +244,7 @@ def dot_interaction(
     vectors = sum(part.shape[1] for part in parts)
     if not use_triton(bottom, impl) or vectors > MOST_TABLES:
         return dot_interaction_torch(bottom, parts, order=order, multiple=multiple)
-    bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *parts))
+    bottom, *parts = readable(bottom, parts)
     order = None if order is None else order.contiguous()
     return _DotInteraction.apply(bottom, order, multiple, *parts)
 

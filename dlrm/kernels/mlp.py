@@ -20,26 +20,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.multi_copy import cast_together
 from dlrm.utils.streams import SideStream, side_stream_of
 
-BLOCK = 1024  # elements that a program casts
 ROWS, COLUMNS, INNER = 64, 128, 64  # of a tile, and how many are multiplied at a time
 SUM_ROWS, SUM_COLUMNS = 32, 32  # of a tile of partial sums
-
-
-@triton.jit
-def _cast(sources, strides, columns, targets, sizes, widths, BLOCK: tl.constexpr):
-    """Cast one block of one matrix; columns that its source lacks are zeros."""
-    block = tl.program_id(0)
-    for k in tl.static_range(len(sources)):
-        blocks = tl.cdiv(sizes[k], BLOCK)
-        if (block >= 0) & (block < blocks):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            row, column = (at // widths[k]).to(tl.int64), (at % widths[k]).to(tl.int64)
-            place = sources[k] + row * strides[k][0] + column * strides[k][1]
-            value = tl.load(place, mask=(at < sizes[k]) & (column < columns[k]), other=0.0)
-            tl.store(targets[k] + at, value.to(targets[k].dtype.element_ty), mask=at < sizes[k])
-        block -= blocks
 
 
 @triton.jit
@@ -90,34 +75,6 @@ def _sum_parts(partials, biases, parts, sizes, ROWS: tl.constexpr, COLUMNS: tl.c
         block -= blocks
 
 
-def _cast_together(
-    tensors: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype
-) -> list[Tensor]:
-    """Matrices, or vectors, in a type and padded with zeros; those that are so already are not
-    copied.
-    """
-    found = list(tensors)
-    copied = [
-        index
-        for index, (tensor, width) in enumerate(zip(tensors, widths, strict=True))
-        if tensor.dtype != dtype or tensor.shape[-1] != width or not tensor.is_contiguous()
-    ]
-    if not copied:
-        return found
-    for index in copied:
-        found[index] = tensors[index].new_empty(
-            *tensors[index].shape[:-1], widths[index], dtype=dtype
-        )
-    sources, targets = ([own[index] for index in copied] for own in (tensors, found))
-    sizes = tuple(target.numel() for target in targets)
-    _cast[(sum(triton.cdiv(size, BLOCK) for size in sizes),)](
-        tuple(sources), tuple((0, *source.stride())[-2:] for source in sources),
-        tuple(source.shape[-1] for source in sources), tuple(targets), sizes,
-        tuple(widths[index] for index in copied), BLOCK=BLOCK,
-    )  # fmt: skip
-    return found
-
-
 class _MLP(torch.autograd.Function):
     """``parameters`` are the weight and the bias of each layer in turn."""
 
@@ -135,7 +92,7 @@ class _MLP(torch.autograd.Function):
         width = x.shape[1] + -x.shape[1] % 8  # tensor cores need rows aligned to 16 bytes
         widths = [width, width, *(w.shape[1] for w in weights[1:]), *(len(b) for b in biases)]
         ctx.columns, ctx.dtype = x.shape[1], x.dtype
-        x, *low = _cast_together([x, *weights, *biases], widths, dtype)
+        x, *low = cast_together([x, *weights, *biases], dtype, widths)
 
         values = [x]
         for layer, (weight, bias) in enumerate(zip(low[:layers], low[layers:], strict=True)):

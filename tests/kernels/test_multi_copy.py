@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from dlrm.data.batch import Batch
-from dlrm.kernels.multi_copy import copy_together
+from dlrm.kernels.multi_copy import cast_together, copy_together
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -38,9 +39,25 @@ def test_what_does_not_fit(device):
             ValueError, match=r"source 1 is \(torch\.float.*, its target \(torch\.f"
         ):
             copy_together([target, target], [target, source], [None, None])
-    for other in (torch.zeros(3, 5, device=device), torch.zeros(4, 4, device=device).t()):
-        with pytest.raises(ValueError, match="target 1 must be contiguous and 4 wide"):
-            copy_together([target, other], [target, other], [None, None])
+    turned = torch.zeros(4, 4, device=device).t()
+    with pytest.raises(ValueError, match="target 1 must be contiguous"):
+        copy_together([target, turned], [target, turned], [None, None])
+
+
+def test_casts_fill_up_rows_with_zeros(device, nan_in_new_memory):
+    exact = torch.randn(200, device=device).bfloat16()  # Triton's interpreter does not round
+    tensors = [
+        exact[:39].float().view(3, 13),
+        exact[:7].float(),
+        exact[:15].float().view(5, 3).t(),
+        exact[:16].view(2, 8),
+        exact[:0].float().view(0, 4),
+    ]
+    found = cast_together(tensors, torch.bfloat16, [16, 8, 5, 8, 4])
+    for tensor, width, cast in zip(tensors, [16, 8, 5, 8, 4], found, strict=True):
+        assert torch.equal(cast, functional.pad(tensor, (0, width - tensor.shape[-1])).bfloat16())
+    assert found[3] is tensors[3]
+    assert cast_together(tensors[:2], torch.float32)[0] is tensors[0]
 
 
 def test_a_batch_whose_features_are_a_transpose(device):
