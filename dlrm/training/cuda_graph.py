@@ -9,7 +9,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,15 +18,12 @@ from torch import Tensor
 from dlrm.data.batch import Batch
 from dlrm.kernels.multi_copy import copy_together
 from dlrm.training.prefetch import PreparedBatch
-from dlrm.utils.streams import stream_of
+from dlrm.utils.graph_recorder import GraphRecorder
 
 WARM_UP = 3  # steps of a batch size; it is captured after the last of them
 
 Step = Callable[[PreparedBatch, bool], dict[str, Tensor]]
 """Trains on a prepared batch, with or without gradient norms."""
-
-Run = Callable[[], dict[str, Tensor]]
-"""A step on tensors that stay the same."""
 
 
 class Key(NamedTuple):
@@ -52,65 +48,6 @@ def room_for(count: int) -> int:
     count += count // 32
     unit = 1 << max(0, count.bit_length() - 6)
     return -(-count // unit) * unit
-
-
-class GraphRecorder:
-    """Records steps as CUDA graphs in one memory pool: their replays never overlap.
-
-    Args:
-        device: of the steps.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = stream_of(device, "steps")
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, run: Run) -> dict[str, Tensor]:
-        """Run a step as it will be recorded: on the stream of the captures."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            out = run()
-        current.wait_stream(self._stream)
-        return out
-
-    def record(self, run: Run) -> tuple[Callable[[], object], dict[str, Tensor]]:
-        """Capture a step, which computes nothing.
-
-        Returns:
-            Its replay, and the tensors that it writes.
-
-        Raises:
-            Exception: of the step, or else of the capture. The step can run without it afterwards.
-        """
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        cause: Exception | None = None
-        try:
-            # Another thread may load batches meanwhile, with streams and memory of its own.
-            with torch.cuda.graph(
-                graph, self._pool, self._stream, capture_error_mode="thread_local"
-            ):
-                try:
-                    out = run()
-                except Exception as error:
-                    cause = error
-                    raise
-        except Exception as error:
-            torch.cuda.set_stream(current)
-            self._abandon()
-            raise (cause or error) from None
-        finally:
-            cause = None  # its frames hold the memory of the step, and one of them holds it
-        return graph.replay, out
-
-    def _abandon(self) -> None:
-        """Undo what PyTorch leaves after a capture that failed to end."""
-        index = self._stream.device_index
-        with suppress(RuntimeError):  # from 2.12 on, the allocator knows that it is over
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-        # The generator still counts for the graph, and would refuse to draw outside of it.
-        generator = torch.cuda.default_generators[index]
-        generator.graphsafe_set_state(generator.clone_state())
 
 
 @dataclass(frozen=True)
@@ -214,7 +151,13 @@ class StepGraphs:
             self._capture(key, recorder, lambda: step(static, norms), static)
         return out
 
-    def _capture(self, key: Key, recorder: GraphRecorder, run: Run, static: PreparedBatch) -> None:
+    def _capture(
+        self,
+        key: Key,
+        recorder: GraphRecorder,
+        run: Callable[[], dict[str, Tensor]],
+        static: PreparedBatch,
+    ) -> None:
         """Record a step that has just run on the same tensors, without computing anything."""
         try:
             replay, out = recorder.record(run)

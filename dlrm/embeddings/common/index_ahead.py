@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from dlrm.embeddings.common.dynamic_tables import STATE
 from dlrm.kernels.dynamic.index import place
 from dlrm.kernels.dynamic.slot_index import SlotIndex, begin_step
 from dlrm.utils.bags import Bags
+from dlrm.utils.graph_recorder import GraphRecorder
 
 ROOM = 8  # ids of bags are padded by up to one in so many: batches of like sizes share a graph
 
@@ -27,7 +29,7 @@ class _Inputs(NamedTuple):
 class _Captured(NamedTuple):
     """A recorded batch: its inputs, and the rows that it writes."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], object]
     inputs: _Inputs
     rows: Tensor
 
@@ -48,7 +50,7 @@ class IndexAhead:
         self._index = index._replace(**{name: getattr(index, name).clone() for name in STATE})
         self._num_shared = num_shared
         self._captured: dict[tuple[torch.Size, torch.dtype], _Captured | None] = {}
-        self._pool = torch.cuda.graph_pool_handle() if index.ids.is_cuda else None
+        self._recorder = GraphRecorder(self.device, "lookups") if index.ids.is_cuda else None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -83,7 +85,7 @@ class IndexAhead:
     def _place(self, given: _Inputs) -> Tensor:
         """The first batch of a shape compiles the kernels, and the second one is captured."""
         key = given.ids.shape, given.ids.dtype
-        if not given.ids.is_cuda:
+        if self._recorder is None:
             return self._step(given)
         if key not in self._captured:
             self._captured[key] = None
@@ -93,10 +95,8 @@ class IndexAhead:
             end = None if given.end is None else given.end.clone()
             inputs = _Inputs(given.tables.clone(), given.ids.clone(), end)
             rows = self._step(inputs)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
-                to = self._step(inputs)
-            self._captured[key] = _Captured(graph, inputs, to)
+            replay, to = self._recorder.record(lambda: self._step(inputs))
+            self._captured[key] = _Captured(replay, inputs, to)
             return rows
 
         own = captured.inputs
@@ -104,7 +104,7 @@ class IndexAhead:
         if own.end is not None and given.end is not None:
             own.end.copy_(given.end)
             own.tables.copy_(given.tables)  # of one id for each table they are always the same
-        captured.graph.replay()
+        captured.replay()
         return captured.rows.clone()
 
     def _step(self, given: _Inputs) -> Tensor:

@@ -1,0 +1,73 @@
+"""Work on a GPU that is recorded once and replayed with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+from dlrm.utils.streams import stream_of
+
+Output = TypeVar("Output")
+
+
+class GraphRecorder:
+    """Records CUDA graphs in one memory pool: their replays never overlap.
+
+    Args:
+        device: of the work.
+        purpose: of the stream on which it is recorded, see :func:`stream_of`.
+    """
+
+    def __init__(self, device: torch.device, purpose: str = "steps") -> None:
+        self._stream = stream_of(device, purpose)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Output]) -> Output:
+        """Run what will be recorded as it will be: on the stream of the captures."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            out = run()
+        current.wait_stream(self._stream)
+        return out
+
+    def record(self, run: Callable[[], Output]) -> tuple[Callable[[], object], Output]:
+        """Capture a function, which computes nothing.
+
+        Returns:
+            Its replay, and what it returned: tensors that a replay writes.
+
+        Raises:
+            Exception: of the function, or else of the capture. It can run without one afterwards.
+        """
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        cause: Exception | None = None
+        try:
+            # Another thread may load batches meanwhile, with streams and memory of its own.
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
+                try:
+                    out = run()
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(current)
+            self._abandon()
+            raise (cause or error) from None
+        finally:
+            cause = None  # its frames hold the memory of the work, and one of them holds it
+        return graph.replay, out
+
+    def _abandon(self) -> None:
+        """Undo what PyTorch leaves after a capture that failed to end."""
+        index = self._stream.device_index
+        with suppress(RuntimeError):  # from 2.12 on, the allocator knows that it is over
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        # The generator still counts for the graph, and would refuse to draw outside of it.
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
