@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dlrm.data.batch import Batch
@@ -32,6 +34,9 @@ from dlrm.sparse_arch.feature_order import FeatureOrder
 from dlrm.sparse_arch.table_plan import TablePlan, owners_of
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
+from dlrm.utils.streams import SideStream, side_stream_of
+
+LANES = ("tables 1", "tables 2", "tables 3")
 
 
 class SparseArch(nn.Module):
@@ -134,16 +139,36 @@ class SparseArch(nn.Module):
         every = ids if offsets is None else Bags(ids, offsets)
         shares = self.feature_order.split(order, every, bounds=bounds, grouped=context.grouped)
         contexts = self._contexts(context)
+
+        # The groups side by side: the first one on the current stream.
+        lanes = [side_stream_of(ids.device), *self._lanes(ids.device)]
+        start = lanes[0].record_event()
         found: dict[int, list[Tensor]] = {}
-        for index in order:
+        for number, index in enumerate(order):
             group, share, own = self.groups[index], shares[index], contexts[index]
             if isinstance(group, ShardedTables):
                 found[index] = group.parts(share, own)
-            else:
+                continue
+            lane = number % len(lanes)
+            with lanes[lane].fork(after=start) if lane else nullcontext():
                 found[index] = [_of_features(group(share, context=own), self._sharing[index])]
+        self.join()
         if context.sorter is not None:
             context.sorter.sort()
         return [part for index in range(len(self.groups)) for part in found[index]]
+
+    def _lanes(self, device: torch.device) -> list[SideStream]:
+        """Streams next to the current one, among which the groups are dealt out; none where groups
+        exchange rows, which they do in turn.
+        """
+        if any(isinstance(group, ShardedTables) for group in self.groups):
+            return []
+        return [side_stream_of(device, name) for name in LANES[: len(self.groups) - 1]]
+
+    def join(self) -> None:
+        """Make the current stream wait for the look-ups, or the updates, of all groups."""
+        for lane in self._lanes(self.feature_order.positions.device):
+            lane.join()
 
     def _contexts(self, context: LookupContext) -> list[LookupContext]:
         """The context of each group, with the sorted look-ups and bag sizes of that group."""

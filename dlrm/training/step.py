@@ -189,6 +189,7 @@ class TrainStep:
         norms = self._wants_norms(norms)
         if reducer is not None:
             with self._side.fork(wait=False):
+                self.model.sparse_arch.join()
                 reducer.reduce_embeddings(batch, context)
             reducer.reduce_dense()
             self.losses.total.add_(out["loss"])
@@ -215,6 +216,7 @@ class TrainStep:
     def update(self) -> None:
         """Apply the gradients; embeddings are updated while the MLPs' backward pass still runs."""
         with self._side.fork(wait=self.clip_norm is not None):
+            self.model.sparse_arch.join()
             for optimizer in self._embedding_optimizers:
                 optimizer.step(sorter=self._sorter)
             self.model.sparse_arch.clear_shared_rows()

@@ -80,6 +80,9 @@ PURPOSES = {
     "lookups": 0,  # look-ups of the next batch are sorted; no step waits for it
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs
+    "tables 1": -1,  # those of further groups of tables, next to the first one
+    "tables 2": -1,
+    "tables 3": -1,
     "exchange": -1,  # vectors and gradients of sharded tables
     "gradients": -2,  # of replicated parameters are summed: one process keeps all waiting
     "arrival": -1,  # rows from peers that will have gradients
