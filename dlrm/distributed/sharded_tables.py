@@ -28,7 +28,13 @@ from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
-from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, lookup_tables
+from dlrm.kernels.lookup.tables import (
+    RowContext,
+    TableRows,
+    held_rows_torch,
+    lookup,
+    lookup_tables,
+)
 from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes, storage
 from dlrm.utils.bags import Bags
 from dlrm.utils.local_shards import LocalShards, saved_weight
@@ -201,10 +207,9 @@ class ShardedTables(Embedding):
         parts = []
         if self.replicated is not None:
             own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
+            sorting = RowContext(sorter=context.sorter)
             parts.append(
-                lookup_tables(
-                    self.replicated, tables, own, sparse=self.sparse, sorter=context.sorter
-                )
+                lookup_tables(self.replicated, tables, own, sparse=self.sparse, context=sorting)
             )
 
         side.join()
@@ -273,7 +278,8 @@ class ShardedTables(Embedding):
         if self.replicated is not None:
             rows, here = held_rows_torch(flat_ids, flat_tables, self._replicated_rows)
             mine = here.nonzero()[:, 0]
-            local = lookup(self.replicated, rows[mine], sparse=self.sparse, sorter=context.sorter)
+            sorting = RowContext(sorter=context.sorter)
+            local = lookup(self.replicated, rows[mine], sparse=self.sparse, context=sorting)
             result = result.index_copy(0, mine, local)
         return result.view(*ids.shape, self.embedding_dim)
 

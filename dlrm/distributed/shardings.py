@@ -19,7 +19,13 @@ from dlrm.distributed.world import World, exchange
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
-from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, lookup_tables
+from dlrm.kernels.lookup.tables import (
+    RowContext,
+    TableRows,
+    held_rows_torch,
+    lookup,
+    lookup_tables,
+)
 
 
 class Sharding(nn.Module, ABC):
@@ -149,7 +155,8 @@ class Sharding(nn.Module, ABC):
         """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for rows of other ranks."""
         rows, inside = held_rows_torch(ids, tables, self.table_rows)
         rows = torch.where(inside, rows, self.height)  # or the last row
-        return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
+        found = lookup(weight, rows, sparse=True, context=RowContext(sorter=context.sorter))
+        return found * inside[..., None]
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Zeros for the local rows, and for one more row, which ids of other ranks get."""
@@ -194,7 +201,8 @@ class Sharding(nn.Module, ABC):
         requests = self._by_shard(received, sizes)
         if self.complete:  # requests are [shards, global batch]
             tables = TableRows(self._start[self._mine])
-            found = lookup_tables(weight, tables, requests, sorter=context.sorter)
+            sorting = RowContext(sorter=context.sorter)
+            found = lookup_tables(weight, tables, requests, context=sorting)
         else:
             found = self.lookup_local(weight, self._mine[:, None], requests, context)
             found = found.transpose(0, 1)
@@ -224,7 +232,8 @@ class Sharding(nn.Module, ABC):
         if self.mine:
             found = lookup_bags(weight, tables, served.bags(), context=context)
         else:  # no vectors, but of the type that the other ranks send
-            found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
+            sorting = RowContext(sorter=context.sorter)
+            found = lookup_tables(weight, tables, served.lengths, context=sorting)
             found = found.to(context.dtype or found.dtype)
         return self.finish(self._send_back(found, bags.batch, sizes, link))
 

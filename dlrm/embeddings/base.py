@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
@@ -287,11 +288,12 @@ class Embedding(PacksRows, ABC):
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         """One row per table and sample: ``ids [F, B]``, checked, to ``[B, F, D]``."""
-        return self.vectors(self._tables[:, None], ids, context).transpose(0, 1)
+        return self.vectors(self._tables, ids.t(), context)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         """Pool the rows of bags, whose ids are checked, to ``[B, F, D]``."""
-        vectors = self.vectors(bags.tables(self.num_tables), bags.ids, context)
+        own_type = replace(context, dtype=None)  # rows are summed before they are rounded
+        vectors = self.vectors(bags.tables(self.num_tables), bags.ids, own_type)
         return pool_bags_torch(vectors, bags, self.num_tables, self.mode)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:

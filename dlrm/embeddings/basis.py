@@ -93,7 +93,7 @@ class Basis(Embedding):
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         codes = unpack(self.codes[ids + self._starts[tables]], self.parts, self.bits)
         rows = codes + self._first[tables]
-        return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter).flatten(-2)
+        return lookup(self.weight, rows, sparse=self.sparse, context=context).flatten(-2)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -18,10 +17,8 @@ from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
 from dlrm.utils.bags import Bags
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
-MANY, MOST_ENTRIES = 4096, 1 << 20
-"""Samples from which one product for all tables is faster, and the most entries of its matrix. On
-an H100, with 7 tables and rows of 4 weights for 16, steps of 16,384 samples took 0.48 ms with it
-and 0.57 with a product for each table, those of 2,048 samples 0.195 and 0.184."""
+MOST_ENTRIES = 1 << 20
+"""Entries of the matrix of a product for all tables together, at most, where a GPU computes one."""
 
 
 class Block(SharedRows):
@@ -102,16 +99,14 @@ class Block(SharedRows):
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
             return super().lookup(ids, context)
-        own_type = replace(context, dtype=None)  # which is that of the matrices
-        return project(super().lookup(ids, own_type), self.projection)
+        return project(super().lookup(ids, context), self.projection)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
             return super().lookup_bags(bags, context)
         if self.mode == "max":  # of projected rows
             return Embedding.lookup_bags(self, bags, context)
-        own_type = replace(context, dtype=None)  # which is that of the matrices
-        return project(super().lookup_bags(bags, own_type), self.projection)
+        return project(super().lookup_bags(bags, context), self.projection)
 
     def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
         """The truncated singular value decomposition of the dense table, whose matrix is set too.
@@ -178,9 +173,10 @@ def project(rows: Tensor, projection: Tensor, *, together: bool | None = None) -
     tables, short, dim = projection.shape
     if together is None:
         small = tables * short * tables * dim <= MOST_ENTRIES
-        together = rows.is_cuda and len(rows) >= MANY and small
+        together = rows.is_cuda and small
 
     with torch.autocast(rows.device.type, enabled=False):  # it would cast rows and gradients too
+        projection = projection.to(rows.dtype)
         if not together:
             return torch.bmm(rows.transpose(0, 1), projection).transpose(0, 1)
 

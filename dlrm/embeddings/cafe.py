@@ -145,7 +145,7 @@ class Cafe(CachesHotRows, Embedding):
         match = self._keys[bucket, :HOT] == keys[..., None]  # [..., HOT]
         own = self._own(bucket * HOT + match.int().argmax(-1))
         places = torch.where(match.any(-1, keepdim=True), own, self._shared(tables, ids))
-        return lookup(self.weight, places, sparse=self.sparse, sorter=context.sorter).flatten(-2)
+        return lookup(self.weight, places, sparse=self.sparse, context=context).flatten(-2)
 
     @torch.no_grad()
     def observe(self, tables: Tensor, ids: Tensor) -> None:

@@ -171,11 +171,11 @@ class Paged(Embedding):
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]
         pages = self.pages(rows.device)
-        return lookup(pages, rows, sparse=self.sparse, sorter=context.sorter)
+        return lookup(pages, rows, sparse=self.sparse, context=context)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         pages, tables = self.pages(ids.device), TableRows(self._offsets)
-        return lookup_tables(pages, tables, ids, sparse=self.sparse, sorter=context.sorter)
+        return lookup_tables(pages, tables, ids, sparse=self.sparse, context=context)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

@@ -96,19 +96,14 @@ class QR(Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         q, r = (
-            lookup(
-                weight,
-                rows_of_torch(ids, tables, rows),
-                sparse=self.sparse,
-                sorter=context.sorter,
-            )
+            lookup(weight, rows_of_torch(ids, tables, rows), sparse=self.sparse, context=context)
             for weight, rows in self._sides()
         )
         return compose(q, r, self.operation)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         q, r = (
-            lookup_tables(weight, rows, ids, sparse=self.sparse, sorter=context.sorter)
+            lookup_tables(weight, rows, ids, sparse=self.sparse, context=context)
             for weight, rows in self._sides()
         )
         return compose(q, r, self.operation)

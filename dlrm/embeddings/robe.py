@@ -86,7 +86,7 @@ class Robe(Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = self._pieces_of(tables, ids)
-        return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter).flatten(-2)
+        return lookup(self.weight, rows, sparse=self.sparse, context=context).flatten(-2)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

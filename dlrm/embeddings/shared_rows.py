@@ -191,18 +191,11 @@ class SharedRows(Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = rows_of_torch(ids, tables, self._table_rows)
-        return lookup(self._source, rows, sparse=self.sparse, sorter=context.sorter)
+        return lookup(self._source, rows, sparse=self.sparse, context=context)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        return lookup_tables(
-            self._source,
-            self._table_rows,
-            ids,
-            sparse=self.sparse,
-            sorter=context.sorter,
-            updates=context.updates,
-            dtype=context.dtype,
-        )
+        source, tables = self._source, self._table_rows
+        return lookup_tables(source, tables, ids, sparse=self.sparse, context=context)
 
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_bags(

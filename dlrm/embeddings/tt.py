@@ -246,24 +246,25 @@ class TT(CachesHotRows, Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.exact is None:
-            return self._products(tables, ids)
+            return self._products(tables, ids, context)
         kept = self._kept[tables]
         exact = self.exact.vectors(tables, ids, context)
-        return exact + self._products(tables, (ids - kept).clamp(min=0), ids < kept)
+        return exact + self._products(tables, (ids - kept).clamp(min=0), context, ids < kept)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if self.exact is None:
-            return super().lookup(ids, context)
         tables, kept = self._tables[:, None], self._kept[:, None]
-        rest = self._products(tables, (ids - kept).clamp(min=0), ids < kept)
-        own_type = replace(context, dtype=None)  # which is that of the trains
-        return self.exact.lookup(ids, own_type) + rest.transpose(0, 1)
+        if self.exact is None:
+            return self._products(tables, ids, context).transpose(0, 1)
+        rest = self._products(tables, (ids - kept).clamp(min=0), context, ids < kept)
+        return self.exact.lookup(ids, context) + rest.transpose(0, 1)
 
-    def _products(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
+    def _products(
+        self, tables: Tensor, ids: Tensor, context: LookupContext, skip: Tensor | None = None
+    ) -> Tensor:
         """Rows of the trains, or cached ones; zeros where ``skip`` is set."""
         cores, shape = list(self.cores), self._shape
         if self.cache is None:
-            return tt_vectors(cores, shape, tables, ids, skip=skip)
+            return tt_vectors(cores, shape, tables, ids, skip=skip, dtype=context.dtype)
 
         slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
@@ -275,7 +276,8 @@ class TT(CachesHotRows, Embedding):
     def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is not None or self.exact is not None or self.mode == "max":
             return super().lookup_bags(bags, context)
-        return tt_bags(list(self.cores), self._shape, bags, mode=self.mode).transpose(0, 1)
+        found = tt_bags(list(self.cores), self._shape, bags, mode=self.mode, dtype=context.dtype)
+        return found.transpose(0, 1)
 
     @property
     def has_cache(self) -> bool:

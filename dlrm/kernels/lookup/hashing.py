@@ -26,14 +26,16 @@ def hash32(keys: Tensor) -> Tensor:
 
 @triton.jit
 def _hashed_offsets(
-    first, ids, out, n, repeat, size, block, PIECES: tl.constexpr, BLOCK: tl.constexpr
+    first, ids, out, n, count, repeat, size, block, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The offset of one piece per element; ``first`` has one entry for every ``repeat`` ids."""
+    """The offset of one piece per element; ``first`` has ``count`` entries, each for ``repeat`` ids
+    one after another, in turn.
+    """
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     at = k // PIECES
     piece = tl.load(ids + at, mask=inside, other=0).to(tl.int64) * PIECES + k % PIECES
-    begin = tl.load(first + at // repeat, mask=inside, other=0)
+    begin = tl.load(first + at // repeat % count, mask=inside, other=0)
     key = piece // block
     key = (key ^ (key >> 32)) & MASK
     key = ((key ^ (key >> 16)) * MULTIPLIER) & MASK
@@ -64,14 +66,15 @@ def hashed_offsets(
         The offsets, int64 ``[..., pieces]``.
     """
     shape = torch.broadcast_shapes(first.shape, ids.shape)
-    regular = first.numel() in (1, ids.numel()) or first.shape == (*ids.shape[:-1], 1)
+    of_runs = first.shape == (*ids.shape[:-1], 1)
+    regular = of_runs or first.numel() in (1, ids.numel()) or first.shape == ids.shape[-1:]
     if not use_triton(ids, impl) or ids.shape != shape or not regular:
         return hashed_offsets_torch(first, ids, pieces, size, block=block)
     out = torch.empty(*shape, pieces, dtype=torch.int64, device=ids.device)
     if out.numel():
         _hashed_offsets[triton.cdiv(out.numel(), BLOCK),](
-            first.contiguous(), ids.contiguous(), out, out.numel(), ids.numel() // first.numel(),
-            size, block, PIECES=pieces, BLOCK=BLOCK,
+            first.contiguous(), ids.contiguous(), out, out.numel(), first.numel(),
+            ids.shape[-1] if of_runs else 1, size, block, PIECES=pieces, BLOCK=BLOCK,
         )  # fmt: skip
     return out
 

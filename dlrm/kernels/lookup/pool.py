@@ -21,10 +21,9 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import RowSource, Weight
-from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, lookup, tiling
-from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
+from dlrm.kernels.lookup.tables import RowContext, TableRows, held_rows_torch, lookup, tiling
+from dlrm.kernels.update.in_backward import FusedUpdate
 from dlrm.kernels.update.packed import packed_rows, storage
-from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.offsets import offsets_of
@@ -36,20 +35,12 @@ CHUNK = 4  # rows of a bag that are in flight together
 
 
 @dataclass(frozen=True, kw_only=True)
-class BagContext:
-    """Preparations of a training step for a look-up of bags."""
+class BagContext(RowContext):
+    """Preparations of a training step for a look-up of bags, whose rows are summed in fp32."""
 
-    sorter: RowSorter | None = None
-    """Sorts the rows that will have a gradient while forward and backward run."""
-    updates: FusedUpdates | None = None
-    """Updates that the backward pass may apply itself, such as that of rows that are summed
-    unweighted."""
     padded: bool = False
     """There are more ids than the last offset says, so that one shape serves several batches; what
     lies beyond it is no look-up."""
-    dtype: torch.dtype | None = None
-    """Type in which pooled vectors may be returned, which are summed in fp32; None: that of the
-    rows."""
 
 
 NO_BAG_CONTEXT = BagContext()

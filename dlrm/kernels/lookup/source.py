@@ -114,7 +114,8 @@ def store_flat(flat, source, row, lookup, inside, n, KIND: tl.constexpr):
     """Store the row of each look-up in its weight: ``flat [n]``.
 
     Pages may be in several weights. ``flat [groups, n]`` then gets the row in that of its own
-    group, and -1 in the others.
+    group, and -1 in the others. For short rows, ``flat [2, n]`` gets the stored row and the place
+    in it.
     """
     if KIND.name == "paged":
         page = row // KIND.page_size
@@ -124,6 +125,9 @@ def store_flat(flat, source, row, lookup, inside, n, KIND: tl.constexpr):
         for index in tl.static_range(GROUPS):
             to = flat + tl.full((), index, tl.int64) * n + lookup
             tl.store(to, tl.where(own == index, local, -1), mask=inside)
+    elif KIND.short > 0:
+        tl.store(flat + lookup, row // KIND.per_row, mask=inside)
+        tl.store(flat + n + lookup, row % KIND.per_row, mask=inside)
     else:
         tl.store(flat + lookup, row, mask=inside)
 
@@ -149,8 +153,8 @@ class RowSource(ABC):
     renumbers: ClassVar[bool] = False
     """Whether a row has another number in its weight than in the table."""
     updates_in_backward: ClassVar[bool] = False
-    """Whether the backward pass may update the rows that were looked up: each is a row of the one
-    weight, with the gradient of its vector."""
+    """Whether the backward pass may update the rows of bags: each is a row of the one weight, with
+    the gradient of its vector."""
 
     @property
     @abstractmethod
@@ -185,9 +189,9 @@ class RowSource(ABC):
         """
         return torch.empty(shape, dtype=torch.int64, device=self.like.device)
 
-    def entries(self, flat: Tensor) -> Tensor:
-        """The entries of the gradients, from what :meth:`new_flat` received."""
-        return flat
+    def entries(self, rows: Tensor) -> Tensor:
+        """What :func:`store_flat` stores of rows."""
+        return rows
 
     def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:
         """Have the rows that will have a gradient sorted ahead; see :meth:`RowSorter.submit`."""
@@ -197,12 +201,18 @@ class RowSource(ABC):
         """The gradient of each weight.
 
         Args:
-            rows: of the look-ups, ``[n]``; or, if ``flat``, the result of :meth:`entries`.
+            rows: of the look-ups, ``[n]``; or, if ``flat``, what :func:`store_flat` stored.
             grad: that of the look-ups, ``[n, D]``.
             sparse: whether gradients are uncoalesced COO tensors or dense ones.
             flat: see ``rows``.
         """
-        return [row_gradient(self.weights[0], rows.view(-1), grad, sparse)]
+        return [row_gradient(self.weights[0], *self.spread(rows, grad, flat=flat), sparse)]
+
+    def spread(self, rows: Tensor, grad: Tensor, *, flat: bool) -> tuple[Tensor, Tensor]:
+        """The rows of a single weight that get a gradient, and their gradients; arguments as of
+        :meth:`gradients`.
+        """
+        return rows.view(-1), grad
 
 
 class Weight(RowSource):
@@ -258,17 +268,17 @@ class ShortRows(Weight):
         stored, place = self.entries(rows)
         return widen(super().read(stored), place, self.dim, self.embedding_dim) * self.scale
 
-    def entries(self, flat: Tensor) -> Tensor:
+    def new_flat(self, shape: tuple[int, int], sparse: bool) -> Tensor:
+        return torch.empty(2, *shape, dtype=torch.int64, device=self.like.device)
+
+    def entries(self, rows: Tensor) -> Tensor:
         """The stored row, and the place in it."""
-        found = flat.new_empty(2, *flat.shape)
-        torch.div(flat, self.per_row, rounding_mode="floor", out=found[0])
-        torch.remainder(flat, self.per_row, out=found[1])
-        return found
+        return torch.stack([rows // self.per_row, rows % self.per_row])
 
     def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:
         sorter.submit(self.weight, flat[0], owners)
 
-    def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
+    def spread(self, rows: Tensor, grad: Tensor, *, flat: bool) -> tuple[Tensor, Tensor]:
         stored, place = (rows if flat else self.entries(rows)).view(2, -1)
         width = self.per_row * self.dim
         if flat and len(grad):
@@ -283,7 +293,7 @@ class ShortRows(Weight):
             index = place[:, None, None].expand(-1, 1, self.dim)
             parts.scatter_(1, index, (grad[:, : self.dim] * self.scale)[:, None])
             values = parts.flatten(1)
-        return [row_gradient(self.weight, stored, values, sparse)]
+        return stored, values
 
 
 def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor:

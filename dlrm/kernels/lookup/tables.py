@@ -55,6 +55,22 @@ NO_TABLES: TableRows = TableRows._make([None] * 7)
 """Ids are rows already."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowContext:
+    """Preparations of a training step for a look-up of rows."""
+
+    sorter: RowSorter | None = None
+    """Sorts the rows that will have a gradient while forward and backward run."""
+    updates: FusedUpdates | None = None
+    """Updates that the backward pass may apply itself, such as that of rows that are looked up one
+    by one, or summed unweighted."""
+    dtype: torch.dtype | None = None
+    """Type in which vectors may be returned, whatever that of the rows; None: that of the rows."""
+
+
+NO_ROW_CONTEXT = RowContext()
+
+
 @triton.jit
 def row_of(id, table, tables):
     """The row in the weight of ids of each ``table``; ``tables`` is a :class:`TableRows`."""
@@ -134,10 +150,9 @@ class _Request:
     tables: TableRows
     ids: Tensor
     sparse: bool
-    sorter: RowSorter | None
     triton: bool
-    update: FusedUpdate | None = None
-    dtype: torch.dtype | None = None
+    context: RowContext
+    update: FusedUpdate | None
 
     def rows(self) -> Tensor:
         """The rows of the look-ups, sample by sample, ``[B * F]`` int64."""
@@ -162,15 +177,14 @@ class _Lookup(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             shape = batch, num_tables
             flat = ids.long().view(-1) if known else source.new_flat(shape, request.sparse)
-        dtype = request.dtype or source.like.dtype
+        dtype = request.context.dtype or source.like.dtype
         out = torch.empty(batch, num_tables, source.width, dtype=dtype, device=ids.device)
         gather_rows(source, request.tables, ids, out, None if known else flat)
 
-        entries = None if flat is None else source.entries(flat)
-        if entries is not None and request.sorter is not None:
-            source.submit(request.sorter, entries)
+        if flat is not None and request.context.sorter is not None:
+            source.submit(request.context.sorter, flat)
         changed = () if request.update is None else weights  # a second pass would be an error
-        ctx.save_for_backward(entries, *changed)
+        ctx.save_for_backward(flat, *changed)
         return out
 
     @staticmethod
@@ -182,7 +196,8 @@ class _Lookup(torch.autograd.Function):
         values = grad.reshape(-1, grad.shape[2])
         if request.update is not None and request.update.due:
             weight = request.source.weights[0]
-            request.update.apply(weight, rows.view(-1), values, request.sorter)
+            changed, values = request.source.spread(rows, values, flat=flat)
+            request.update.apply(weight, changed, values, request.context.sorter)
             return None, None
         values = values.to(request.source.like.dtype)
         found = request.source.gradients(rows, values, sparse=request.sparse, flat=flat)
@@ -194,7 +209,7 @@ def lookup(
     rows: Tensor,
     *,
     sparse: bool = True,
-    sorter: RowSorter | None = None,
+    context: RowContext = NO_ROW_CONTEXT,
     impl: str | None = None,
 ) -> Tensor:
     """Fetch rows by number.
@@ -204,7 +219,7 @@ def lookup(
             :class:`~dlrm.kernels.update.packed.PackedParameter`; or another source.
         rows: any shape, int32 or int64, each in ``[0, V)`` (not checked).
         sparse: whether the gradient of a weight is an uncoalesced COO tensor or a dense one.
-        sorter: sorts the rows that will have a gradient ahead of their update.
+        context: what a training step prepared.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -214,7 +229,7 @@ def lookup(
         ValueError: ``rows`` are not integers or on another device, or a tensor that a kernel reads
             is not contiguous.
     """
-    out = _look_up(source, NO_TABLES, rows.reshape(1, -1), sparse, sorter, impl)
+    out = _look_up(source, NO_TABLES, rows.reshape(1, -1), sparse, context, impl)
     return out.view(*rows.shape, out.shape[2])
 
 
@@ -224,9 +239,7 @@ def lookup_tables(
     ids: Tensor,
     *,
     sparse: bool = True,
-    sorter: RowSorter | None = None,
-    updates: FusedUpdates | None = None,
-    dtype: torch.dtype | None = None,
+    context: RowContext = NO_ROW_CONTEXT,
     impl: str | None = None,
 ) -> Tensor:
     """Fetch one row per table and sample.
@@ -237,9 +250,7 @@ def lookup_tables(
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
         sparse: whether the gradient of a weight is an uncoalesced COO tensor, with its entries
             sample by sample, or a dense one.
-        sorter: sorts the rows that will have a gradient ahead of their update.
-        updates: of the training step; the backward pass applies that of the rows itself.
-        dtype: type in which vectors may be returned; None: that of the rows.
+        context: what a training step prepared.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -254,7 +265,7 @@ def lookup_tables(
             f"ids have shape {tuple(ids.shape)}, they must be [{len(tables.starts)}, B]: a row per "
             "table"
         )
-    return _look_up(source, tables, ids, sparse, sorter, impl, updates=updates, dtype=dtype)
+    return _look_up(source, tables, ids, sparse, context, impl)
 
 
 def _look_up(
@@ -262,11 +273,8 @@ def _look_up(
     tables: TableRows,
     ids: Tensor,
     sparse: bool,
-    sorter: RowSorter | None,
+    context: RowContext,
     impl: str | None,
-    *,
-    updates: FusedUpdates | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     source = source if isinstance(source, RowSource) else Weight(source)
     require_integers(source.like, ids=ids)
@@ -278,18 +286,15 @@ def _look_up(
     if triton:
         memory = storage(source.weight)[0] if isinstance(source, Weight) else None
         require_contiguous(weight=memory, **tables._asdict())
-    update = None
-    if updates is not None and triton and sparse and source.updates_in_backward:
-        update = updates.take(source.weights[0])
+    updates = context.updates if triton and sparse and isinstance(source, Weight) else None
     request = _Request(
         source=source,
         tables=tables,
         ids=ids,
         sparse=sparse,
-        sorter=sorter,
         triton=triton,
-        update=update,
-        dtype=dtype,
+        context=context,
+        update=None if updates is None else updates.take(source.weights[0]),
     )
     return _Lookup.apply(request, *source.weights)
 

@@ -31,6 +31,7 @@ class LookupRequest:
     batch: int  # result k is stored as row (k % batch) * tables + k // batch
     tables: int
     strategy: Strategy
+    dtype: torch.dtype  # of the results
     table_of: Tensor | None = None  # without offsets: the table of each run of per_table ids
     per_table: int = 1
     skip: Tensor | None = None  # [n] bool

@@ -55,7 +55,8 @@ class Lookup:
     ) -> None:
         self.request = request
         self.precision = precision
-        self.dtype = cores[0].dtype
+        # Rows of bags are summed before they are rounded.
+        self.row_dtype = request.dtype if request.offsets is None else cores[0].dtype
         self.n = request.ids.numel()
         self.dim = request.layout.sizes["A"] * request.layout.sizes["C"]
 
@@ -77,12 +78,13 @@ class Lookup:
     def rows(self, *, pooled: bool) -> Tensor:
         """The results in memory order, ``[results, D]``; not pooled, the row of every id."""
         sizes, offsets, results = self.request.layout.sizes, None, self.index.results
-        num_results = self.n
+        num_results, dtype = self.n, self.row_dtype
         if pooled:
             offsets, num_results = self.request.offsets, self.request.num_results
+            dtype = self.request.dtype
         else:
             results = results._replace(scale=None, batch=1, tables=1)
-        out = self.left.data.new_empty(num_results, self.dim, dtype=self.dtype)
+        out = self.left.data.new_empty(num_results, self.dim, dtype=dtype)
 
         # Each program has a block of look-ups, or one bag.
         if self.request.strategy == "unique":
@@ -156,7 +158,7 @@ class Lookup:
     def _compute_unique_rows(self, trains: bool) -> None:
         """The row of every unique id, ``[n, D]``, and zeros for its gradient."""
         shape = self.n, self.dim
-        self.unique_rows = self.left.data.new_empty(shape, dtype=self.dtype)
+        self.unique_rows = self.left.data.new_empty(shape, dtype=self.row_dtype)
         clears = trains and not self.request.deterministic
         zeros = self.left.data.new_empty(shape, dtype=torch.float32) if clears else None
         self._unique_zeros = ZerosOnce(zeros)

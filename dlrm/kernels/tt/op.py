@@ -56,7 +56,7 @@ def _weights_gradient(lookup: Lookup, grad: Tensor) -> Tensor:
     assert results.bag is not None
     bag = results.bag.clamp(min=0)
     row = (bag % results.batch) * results.tables + bag // results.batch
-    return (lookup.rows(pooled=False) * grad.index_select(0, row)).sum(1)
+    return (lookup.rows(pooled=False) * grad.index_select(0, row)).sum(1)  # rows are not rounded
 
 
 def tt_vectors(
@@ -66,6 +66,7 @@ def tt_vectors(
     ids: Tensor,
     *,
     skip: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -80,12 +81,13 @@ def tt_vectors(
         ids: integers of any shape ``[...]``, each within its table.
         skip: ids to leave out, such as those in a cache, bool of the shape of ``ids``. Their rows
             are zeros without a gradient, and cost nothing.
+        dtype: type in which Triton returns the rows; None: that of the cores.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
             halves the buffers for products of two cores. By default bf16 under autocast to bf16,
-            otherwise the setting of ``torch.set_float32_matmul_precision``. Rows have the type of
-            the cores, whose gradients are summed in fp32.
+            otherwise the setting of ``torch.set_float32_matmul_precision``. Gradients of cores are
+            summed in fp32.
         deterministic: make the gradients of equal inputs bitwise equal; by default the setting of
             ``torch.use_deterministic_algorithms``.
 
@@ -117,6 +119,7 @@ def tt_vectors(
         layout=layout,
         ids=ids.contiguous().view(-1),
         skip=None if skip is None else skip.contiguous().view(-1),
+        dtype=dtype or cores[0].dtype,
         table_of=table_of,
         per_table=per_table,
         num_results=ids.numel(),
@@ -138,6 +141,7 @@ def tt_bags(
     bags: Bags,
     *,
     mode: str = "sum",
+    dtype: torch.dtype | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -149,7 +153,7 @@ def tt_bags(
         bags: ids, offsets and weights; there may be ids beyond the last bag. Weights need mode sum
             and get a gradient.
         mode: sum or mean; an empty bag gives zeros.
-        impl, precision, deterministic: as in :func:`tt_vectors`.
+        dtype, impl, precision, deterministic: as in :func:`tt_vectors`.
 
     Returns:
         ``[F, B, D]``, which Triton stores as ``[B, F, D]``.
@@ -176,6 +180,7 @@ def tt_bags(
     request = LookupRequest(
         layout=layout,
         ids=bags.ids,
+        dtype=dtype or cores[0].dtype,
         offsets=bags.offsets,
         mean=mode == "mean",
         num_results=bags.count,

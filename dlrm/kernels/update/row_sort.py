@@ -164,7 +164,7 @@ class RowSorter:
     a gradient, and the optimizer takes the result::
 
         with RowSorter(device) as sorter:
-            lookup(weight, ids, sorter=sorter).square().sum().backward()
+            lookup(weight, ids, context=RowContext(sorter=sorter)).square().sum().backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
             found = sorter.result(weight, rows)
             update_rows("sgd", weight, rows, values, lr=lr, sorted_rows=found)

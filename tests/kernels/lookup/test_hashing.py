@@ -29,7 +29,8 @@ def test_neighbours_are_spread_evenly():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("pieces", "block"), [(1, 1), (4, 1), (3, 1), (1, 64), (1, 10**12)])
 @pytest.mark.parametrize(
-    ("first", "ids"), [((3, 1), (3, 700)), ((50,), (50,)), ((), (2, 3)), ((), ()), ((2, 1), (2, 0))]
+    ("first", "ids"),
+    [((3, 1), (3, 700)), ((7,), (90, 7)), ((50,), (50,)), ((), (2, 3)), ((), ()), ((2, 1), (2, 0))],
 )
 def test_places_are_those_of_pytorch(first, ids, pieces, block, dtype, device):
     first = torch.randint(5000, first, device=device)

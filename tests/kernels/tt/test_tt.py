@@ -348,6 +348,20 @@ def test_more_runs_of_one_table_than_the_second_side_of_a_grid_has_programs(devi
     assert_close(group.look_up(ids, tables, **options), group.exact(ids, tables))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_may_be_in_bf16(strategy, device, use):
+    group = Group("d3", device)
+    ids, up = group.ids(40), torch.randn(40, group.dim, device=device).bfloat16().float()
+    grads = []
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = group.look_up(ids, dtype=dtype, precision="ieee", **use(strategy))
+        assert rows.dtype == dtype
+        torch.testing.assert_close(rows.double(), group.exact(ids), rtol=1e-2, atol=1e-3)
+        grads.append(torch.autograd.grad((rows.float() * up).sum(), [*group.cores.values()]))
+    for found, expected in zip(*grads, strict=True):  # that of the rows is exact in bf16
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 # The interpreter multiplies the bits of bfloat16 as integers.
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -142,6 +142,38 @@ def test_vectors_and_their_gradients_may_have_another_type(pair, bags):
         assert ours.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("short", {"dim": 2, "scale": 2.0}),
+        ("block", {"dim": 2}),
+        ("qr", {"collisions": 3}),
+        ("robe", {"rows": 5, "block": 2}),
+        ("cafe", {"rows": 50}),
+        ("basis", {"parts": 2, "clusters": 3}),
+    ],
+)
+def test_rows_of_other_kinds_are_updated_too(kind, options, device):
+    weights = []
+    for fused, dtype in ((False, None), (True, None), (True, torch.bfloat16)):
+        torch.manual_seed(0)
+        group = build(kind, [40, 9], 4, **options).to(device)
+        ids = torch.stack([torch.randint(40, (30,)), torch.randint(9, (30,))]).to(device)
+        rows = [p for name, p in group.named_parameters() if name != "projection"]
+        optimizer = RowOptimizer(rows, "adagrad", lr=0.1, eps=0.1)
+        start = [p.detach().clone() for p in rows]
+        with apply_in_backward([optimizer] if fused else []) as updates:
+            out = group(ids, context=LookupContext(updates=updates, dtype=dtype))
+            assert out.dtype == (dtype or torch.float32)
+            (out.float() - 1).square().mean().backward()
+        assert all((p.grad is None) == fused for p in rows)
+        optimizer.step()
+        assert not any(torch.equal(p, old) for p, old in zip(rows, start, strict=True))
+        weights.append(torch.cat([p.detach().flatten() for p in rows]))
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights[2], weights[0], atol=2e-3, rtol=2e-2)
+
+
 @pytest.mark.usefixtures("group_of_one")
 @first("wanted", ["reducer", "norms", "clip_norm"])
 def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device, bags):

@@ -365,7 +365,7 @@ def test_flat_index_beyond_two_to_the_31():
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1500, 3000])  # sorted table by table, and by passes
 def test_a_sorter_inside_a_graph(batch, assert_close):
-    from dlrm.kernels.lookup.tables import TableRows, lookup_tables
+    from dlrm.kernels.lookup.tables import RowContext, TableRows, lookup_tables
 
     weight = torch.randn(1000, 16, device="cuda").requires_grad_()
     start, lr = weight.detach().clone(), torch.tensor(0.1, device="cuda")
@@ -375,7 +375,9 @@ def test_a_sorter_inside_a_graph(batch, assert_close):
 
     def step():
         with sorter:
-            lookup_tables(weight, TableRows(starts), ids, sorter=sorter).square().sum().backward()
+            lookup_tables(
+                weight, TableRows(starts), ids, context=RowContext(sorter=sorter)
+            ).square().sum().backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
             plan = sorter.result(weight, rows)
             assert plan is not None
