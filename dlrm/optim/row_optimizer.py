@@ -122,6 +122,8 @@ class RowOptimizer(Optimizer):
             for device in {parameter.device for parameter in dense}:
                 here = [parameter for parameter in dense if parameter.device == device]
                 self._update_dense(here, rule, group)
+            if "seed" in group:  # without gradients too, so that all processes round replicas alike
+                group["seed"].add_(1)
         return loss
 
     def _update_rows(
@@ -174,7 +176,7 @@ class RowOptimizer(Optimizer):
         return list(states.values())
 
     def _seed(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> Tensor | None:
-        """The seed of an update on one device, which advances it; None if nothing is rounded."""
+        """The seed of an update on one device; None if nothing is rounded."""
         if not any(map(self._rounds, parameters)):
             return None
         if "seed" not in group:
@@ -183,10 +185,7 @@ class RowOptimizer(Optimizer):
                 "first"
             )
         seed: Tensor = group["seed"]
-        here = seed.to(parameters[0].device)
-        if here is not seed:
-            seed.add_(1)  # the update advances only the copy
-        return here
+        return seed.to(parameters[0].device)
 
     def _rounds(self, parameter: Tensor) -> bool:
         """Whether a parameter is updated with stochastic rounding."""

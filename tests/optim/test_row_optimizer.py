@@ -169,6 +169,10 @@ def test_saved_state_continues_the_stochastic_rounding(device, monkeypatch, trit
     assert torch.equal(table, other)
     assert torch.equal(torch.get_rng_state(), before)
 
+    optimizer.zero_grad()
+    optimizer.step()  # moves on without a gradient too
+    assert optimizer.param_groups[0]["seed"] == 4
+
 
 def test_foreign_state_is_refused():
     table = torch.nn.Parameter(torch.ones(4, 2))

@@ -139,8 +139,8 @@ def update_dense(
         states: state of each, in the order of ``rule.states``, zeros at first: of its shape, or
             ``[V, 1, ...]`` where it is one number per row.
         lr: learning rate, a 0-d tensor.
-        seed: a 0-d int64 tensor. With it bf16 parameters are rounded stochastically, without bias,
-            and the seed increases by one; without it they are rounded to nearest.
+        seed: a 0-d int64 tensor, another number in each step. With it bf16 parameters are rounded
+            stochastically, without bias; without it they are rounded to nearest.
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
@@ -173,8 +173,6 @@ def update_dense(
             some = members[first : first + TENSORS]
             flat = [states[i][j] for j in range(len(rule.states)) for i in some]
             _launch(rule, [parameters[i] for i in some], [grads[i] for i in some], flat, lr, seed)
-    if seed is not None:
-        seed.add_(1)
 
 
 def _check(

@@ -20,7 +20,7 @@ from dlrm.kernels import tl, triton
 
 @contextmanager
 def seeded(seed: Tensor | None) -> Iterator[None]:
-    """Have PyTorch draw from a seed on a CPU, and increase it by one; None: leave all as it is.
+    """Have PyTorch draw from a seed on a CPU; None: leave all as it is.
 
     So processes with equal seeds round alike, whatever else each of them draws.
     """
@@ -30,7 +30,6 @@ def seeded(seed: Tensor | None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(seed))
         yield
-    seed.add_(1)
 
 
 def round_stochastic(value: Tensor) -> Tensor:

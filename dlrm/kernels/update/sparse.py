@@ -68,8 +68,8 @@ def update_rows(
         sorted_rows: ``sort_rows(rows, V)`` if that was computed ahead; the kernels then read it in
             place of ``rows``.
         cached: the cached rows of ``weight`` and ``states``, if these are in host memory.
-        seed: a 0-d int64 tensor. With it bf16 and packed rows are rounded stochastically, without
-            bias, and the seed increases by one; without it they are rounded to nearest.
+        seed: a 0-d int64 tensor, another number in each step. With it bf16 and packed rows are
+            rounded stochastically, without bias; without it they are rounded to nearest.
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
@@ -99,8 +99,6 @@ def update_rows(
             table = Table((data, *states), cached.slots, cached.to_cache, wide)
         step = Step(lr, hyper(rule), seed)
         _launch(rule, sorted_rows, grads.contiguous(), table, step, packing)
-    if seed is not None:  # without gradients too, so that every process rounds replicas alike
-        seed.add_(1)
 
 
 def _launch(
