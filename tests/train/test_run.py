@@ -92,11 +92,17 @@ def test_tables_in_int8_and_int4_train(kind, dtype, train, options, result, tmp_
     assert values["embeddings/compression"] > {"int8": 2.4, "int4": 3.5}[dtype]
 
 
-@pytest.mark.parametrize("kind", ["paged", "offload"])
-def test_kinds_without_int8_rows_say_so(kind, train):
-    given = ["--emb", kind, "--tables.threshold", "0", "--tables.dtype", "int8"]
+@pytest.mark.parametrize(
+    ("kind", "dtype", "message"),
+    [
+        ("paged", "int8", "--emb paged has no int8 rows: set --tables.dtype"),
+        ("offload", "int4", "rows in host memory have no int4: set --tables.dtype int8"),
+    ],
+)
+def test_kinds_without_packed_rows_say_so(kind, dtype, message, train):
+    given = ["--emb", kind, "--tables.threshold", "0", "--tables.dtype", dtype]
     error = train("run", *given, status=2).stderr
-    assert f"--emb {kind} has no int8 rows: set --tables.dtype" in error
+    assert message in error
     assert len(error.strip().splitlines()) <= 2
 
 
