@@ -405,8 +405,8 @@ def test_stats_and_footprint_tell_what_the_cache_does():
 
 def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow(monkeypatch):
     small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**5))
-    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 10, 3, 1]
-    assert [large.window_size(lookups) for lookups in (1, 10**4, 10**5, 10**6)] == [32, 32, 3, 1]
+    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [96, 10, 3, 1]
+    assert [large.window_size(lookups) for lookups in (1, 10**4, 10**5, 10**6)] == [96, 32, 3, 1]
     assert build("offload", [10**6], 1, cache_rows=0).window_size(1) == 0
     whole = build("offload", [10**6], 1, cache_rows=10**6)
     assert [whole.window_size(lookups) for lookups in (10**6, 10**7, 10**9)] == [32, 3, 1]
@@ -414,7 +414,7 @@ def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow(monkeypatc
     # The GPU may have too little memory for so many rows.
     monkeypatch.setattr(row_cache, "slots_that_fit", lambda dim, device: 1000)
     RowOptimizer(large.parameters(), "sgd")
-    assert [large.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [32, 10, 3, 1]
+    assert [large.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [96, 10, 3, 1]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -60,12 +60,15 @@ def test_the_loss_falls(plan):
 @pytest.mark.parametrize("rule", ["sgd", "adam", "rowwise_adagrad"])
 def test_rare_ids_have_zeros_that_do_not_learn(rule, device):
     model, step = make("zeros", rule, device=device)
-    for batch in batches(5, 256, device):
+    seen = list(batches(5, 256, device))
+    for batch in seen:
         step(batch)
-    for (_, options), dense in zip(PLANS["zeros"], model.sparse_arch.to_dense(), strict=True):
-        keep = options["keep"]
-        assert not dense[keep:].any()
-        assert dense[: min(keep, 20)].any(1).all()
+    ids = torch.cat([batch.ids for batch in seen], dim=1)
+    plan, tables = PLANS["zeros"], model.sparse_arch.to_dense()
+    for (_, options), own, dense in zip(plan, ids, tables, strict=True):
+        assert not dense[options["keep"] :].any()
+        learned = dense[own[own < options["keep"]].unique()].any(1)
+        assert learned.float().mean() > 0.95  # in int8, a few small ones are rounded to zero
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS.keys() - {"zeros"}))  # they have gradients, too

@@ -218,11 +218,10 @@ def _mapped(
     if result.null_count:
         rows = np.flatnonzero(result.is_null())
         index = array.indices[rows[0]].as_py()
+        if index is None or not texts[index].strip():
+            raise BadValue(name, rows, f"the value is missing; {rule}: leave out rows without it")
         hint = _which_are_positive(array, texts, name) if hint is None else hint
-        problem = f"the value is {shown(array[rows[0]].as_py())}; {rule}: {hint}"
-        if index is None or not texts[index]:
-            problem = f"the value is missing; {rule}: leave out rows without it"
-        raise BadValue(name, rows, problem)
+        raise BadValue(name, rows, f"the value is {shown(array[rows[0]].as_py())}; {rule}: {hint}")
     return result
 
 
