@@ -154,7 +154,7 @@ def embedding_sizes(model: DLRM, optimizer: RowOptimizer, world: World) -> dict[
 
 
 def about(meta: Meta, plan: TablePlan) -> dict[str, Any]:
-    """What ``result.json`` holds of the data and the tables of a run.
+    """The entries of ``result.json`` about the data and the tables of a run.
 
     Args:
         meta: of its data.

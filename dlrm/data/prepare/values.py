@@ -183,7 +183,7 @@ def encoded(array: pa.Array, name: str) -> pa.Array:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """What a user reads of a type: cut short, as a struct may have any number of parts."""
+    """The name of a type in messages, cut short, as a struct may have any number of parts."""
     name = {"null": "missing", "string": "text", "large_string": "text"}.get(str(kind), str(kind))
     return name if len(name) <= 60 else f"{name[:60]}..."
 

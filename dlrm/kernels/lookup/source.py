@@ -190,7 +190,7 @@ class RowSource(ABC):
         return torch.empty(shape, dtype=torch.int64, device=self.like.device)
 
     def entries(self, rows: Tensor) -> Tensor:
-        """What :func:`store_flat` stores of rows."""
+        """The numbers that :func:`store_flat` stores for rows."""
         return rows
 
     def submit(self, sorter: RowSorter, flat: Tensor, owners: Tensor | None = None) -> None:

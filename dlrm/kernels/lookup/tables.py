@@ -65,7 +65,7 @@ class RowContext:
     """Updates that the backward pass may apply itself, such as that of rows that are looked up one
     by one, or summed unweighted."""
     dtype: torch.dtype | None = None
-    """Type in which vectors may be returned, whatever that of the rows; None: that of the rows."""
+    """Type in which vectors may be returned; None: the type of the rows."""
 
 
 NO_ROW_CONTEXT = RowContext()

@@ -215,7 +215,7 @@ class CachedRows(Weight):
 
     @property
     def settings(self) -> tuple[int, float, str | None]:
-        """What a copy is made with."""
+        """Arguments for a copy."""
         return self.capacity, self.half_life, self.impl
 
     @property

@@ -215,7 +215,7 @@ class PackedParameter(nn.Parameter):
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """What a copy is made with, besides its rows."""
+        """Arguments for a copy, besides its rows."""
         return (self.requires_grad,)
 
     def _copied_data(self) -> Tensor:
@@ -248,7 +248,7 @@ def stored_rows(weight: Tensor) -> Tensor:
 
 
 def stored_values(weight: Tensor, values: Tensor) -> Tensor:
-    """What :func:`stored_rows` has of rows ``values [n, D]``, rounded to nearest."""
+    """Rows ``values [n, D]`` as :func:`stored_rows` holds them, rounded to nearest."""
     packed = packed_rows(weight)
     if packed is None:
         return values.to(weight.dtype)
