@@ -154,13 +154,16 @@ class Table:
         self.rows = rows
         self._given = dtypes[0]
 
-        # What the rows of the most frequent ids are worth, up to the end of each run.
-        values, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
-        counts = values.double().numpy()
+        # What the rows of the most frequent ids are worth, up to the end of each run of equal
+        # counts. Where counts do not fall (ids of synthetic rows are in order of expected ones), a
+        # run goes on to the last count as high.
+        highest = count.flip(0).cummax(0).values.flip(0)
+        lengths = highest.unique_consecutive(return_counts=True)[1].numpy()
+        self._ends = np.append(0, lengths.cumsum())
+        counts = np.add.reduceat(count.double().numpy(), self._ends[:-1]) / lengths
         effect = np.array(effects.by_range)[range_of(counts)].clip(SMALLEST)
         utility = counts * effect**2 / (effect + 1 / counts.clip(1))  # of an id of each run
-        self._ends = np.append(0, lengths.cumsum(0).numpy())
-        self._totals = np.append(0, (utility * lengths.numpy()).cumsum())
+        self._totals = np.append(0, (utility * lengths).cumsum())
 
         # Rows of any length and type.
         full = RowFormat(

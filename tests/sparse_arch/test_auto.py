@@ -207,6 +207,12 @@ def test_counts_need_not_fall_strictly():
     counts = [torch.tensor([9, 1, 8, 8, 0, 0, 0, 0])]
     assert choose([8], 2, 4 * 2 * 5, counts) == [("drop", {"keep": 4, "shared": False})]
 
+    drawn = torch.poisson(2**18 / torch.arange(1, 100_001), generator=torch.manual_seed(0)).long()
+    budget = 64 * 2000
+    (by_drawn,) = choose([100_000], 16, budget, [drawn])
+    (by_sorted,) = choose([100_000], 16, budget, [drawn.sort(descending=True).values])
+    assert by_drawn[1]["keep"] == pytest.approx(by_sorted[1]["keep"], rel=0.05)
+
 
 def test_a_budget_without_room_for_a_row_per_table_is_refused():
     with pytest.raises(ValueError, match=r"100 bytes is too small for --emb auto: 2 .* 128 bytes"):
