@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -262,11 +262,11 @@ def best_possible(result: Result) -> str:
     return f"The best possible model reaches {result['best_possible']['auc']:.4f}."
 
 
-def sample_figure(*results: Result) -> pd.DataFrame:
-    """Points of the figure of the sample, of several seeds; of kinds of several types int8 only."""
-    found = [row for row in latest(*results) if row["seeds"] > 1 and row["emb"] != "tt+cache"]
-    typed = {row["emb"].partition(" ")[0] for row in found if " " in row["emb"]} - {"tt"}
-    return pd.DataFrame([{**row, "data": "sample"} for row in found if row["emb"] not in typed])
+def sample_figure(result: Result) -> pd.DataFrame:
+    """Points of the figure of the sample; of kinds of several types int8 only."""
+    typed = {row["emb"].partition(" ")[0] for row in result["results"] if " " in row["emb"]}
+    found = [row for row in result["results"] if row["emb"] not in typed]
+    return pd.DataFrame([{**row, "data": "sample"} for row in found])
 
 
 def grid(result: Result) -> Iterator[Mapping[str, Any]]:
@@ -314,7 +314,3 @@ def over_days(result: Result) -> Rows:
         own = rows.setdefault((r["log"], r["kind"]), dict.fromkeys(("1x", "10x", "100x"), ""))
         own[f"{r['ratio']:g}x"] = spread(r["auc"], r["spread"])
     return [{"log": log, "`--emb`": f"`{kind}`", **own} for (log, kind), own in rows.items()]
-
-
-FIGURES: dict[str, Callable[..., pd.DataFrame]] = {"sample": sample_figure}
-"""The figures of tables, ``docs/frontier_NAME.png``."""
