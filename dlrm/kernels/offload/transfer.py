@@ -19,6 +19,7 @@ from torch import Tensor
 from dlrm.kernels import tl, triton
 
 ELEMENTS = 16384  # that a program exchanges at a time
+VECTOR = 4  # elements that a thread moves together; of rows of other lengths, half as many fit
 ROWS = 1024  # at most
 MOVERS = 64  # programs, while a step waits for the rows
 BYTES_PER_MOVER = 32  # of the longest row or state; a program beside a step for each of them,
@@ -95,12 +96,15 @@ def exchange_rows(
     for host, _ in tensors:
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)
-        shapes.append((dim, max(4, min(ROWS, ELEMENTS // block_d)), block_d))
+        elements = ELEMENTS // 2 if dim % VECTOR else ELEMENTS
+        shapes.append((dim, max(4, min(ROWS, elements // block_d)), block_d))
 
     programs = MOVERS
     if background:
         row_bytes = max(host.shape[1] * host.element_size() for host, _ in tensors)
         programs = max(FEWEST, min(row_bytes // BYTES_PER_MOVER, MOST))
+        if tensors[0][0].shape[1] % VECTOR:
+            programs *= 2
         if len(tensors) > 2:
             programs //= 2
     rounds = triton.cdiv(len(moves.missing), min(block for _, block, _ in shapes))
