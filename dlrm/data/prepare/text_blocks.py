@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import itertools
+import io
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,22 +48,14 @@ class BlockReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._digest = hashlib.sha256()
-        self._consumed = 0
-        self._pieces = self._read()
+        self._file = _HashedFile(path)
         self._chunks = self._decompressed()
 
     def start(self, size: int) -> bytes:
-        """The first ``size`` bytes of the text or a little more; the rest can't be read after it.
-
-        Raises:
-            ValueError: a compressed file is damaged or ends early.
-        """
+        """The first ``size`` bytes of the text or a little more; the rest can't be read then."""
         found = b""
-        for chunk in self._chunks:
+        while len(found) < size and (chunk := next(self._chunks, b"")):
             found += chunk
-            if len(found) >= size:
-                break
         return found
 
     def blocks(
@@ -70,15 +64,12 @@ class BlockReader:
         block_bytes: int = BLOCK_BYTES,
         row_end: Callable[[bytearray, int], int] | None = None,
     ) -> Iterator[TextBlock]:
-        """Yield the first ``limit`` lines, in blocks that depend only on the content.
+        """Yield the first ``limit`` lines, in blocks that depend only on the content; an empty file
+        yields one block without lines.
 
         Args:
-            limit: number of lines to read at most.
-            block_bytes: size of a block.
-            row_end: where the last row of a buffer ends before a position, 0 if there is none; by
-                default each line is a row.
-
-        An empty file yields one block without lines.
+            row_end: where the last row of a buffer ends before a position, 0 if there is none;
+                by default each line is a row.
 
         Raises:
             ValueError: a compressed file is damaged or ends early, there is no line end within
@@ -93,42 +84,53 @@ class BlockReader:
                 data = data[: np.flatnonzero(_line_ends(data))[lines - 1] + 1]
             if not data and done:
                 return
-            yield TextBlock(path=self.path, lines=lines, data=data, consumed=self._consumed)
+            yield TextBlock(path=self.path, lines=lines, data=data, consumed=self._file.consumed)
             done += lines
             if done == limit:
                 return
 
     def sha256(self) -> str:
-        """SHA-256 of the whole file, of which the blocks may be the first part.
-
-        Raises:
-            ValueError: a compressed file is damaged or ends early.
-        """
+        """SHA-256 of the whole file, of which the blocks may be the first part."""
         for _ in self._chunks:
             pass
-        return self._digest.hexdigest()
-
-    def _read(self) -> Iterator[bytes]:
-        with self.path.open("rb") as file:
-            while piece := self._read_piece(file):
-                self._digest.update(piece)
-                self._consumed += len(piece)
-                yield piece
-
-    def _read_piece(self, file: BinaryIO) -> bytes:
-        try:
-            return file.read(READ_BYTES)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        return self._file.digest.hexdigest()
 
     def _decompressed(self) -> Iterator[bytes]:
-        first = next(self._pieces, b"")
-        pieces: Iterator[bytes] = itertools.chain((first,), self._pieces)
-        if first.startswith(GZIP_MAGIC):  # by content, whatever the suffix
-            pieces = _gunzip(self.path, pieces)
-        elif first.startswith(ZSTD_MAGIC):
-            pieces = _unzstd(self.path, pieces)
-        yield from pieces
+        with self._file as file:
+            magic = os.pread(file.fileno(), 4, 0)  # by content, whatever the suffix
+            stream: Any = file
+            if magic.startswith(GZIP_MAGIC):
+                stream = gzip.GzipFile(fileobj=file)
+            elif magic == ZSTD_MAGIC:
+                stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+
+            try:
+                while chunk := stream.read(READ_BYTES):
+                    yield chunk
+            except (OSError, EOFError, zlib.error) as error:
+                if isinstance(error, OSError) and error.errno:  # it says nothing of the data
+                    raise OSError(error.errno, error.strerror, str(self.path)) from None
+                raise ValueError(
+                    f"{self.path}: the compressed data is damaged or cut off before byte "
+                    f"{file.consumed + 1:,} ({error}), and corrupt rows cannot be detected, even "
+                    "with --bad-rows skip: copy the file again, or unpack what is left of it and "
+                    "give that"
+                ) from None
+
+
+class _HashedFile(io.FileIO):
+    """A file whose SHA-256 is computed while it is read from start to end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.digest = hashlib.sha256()
+        self.consumed = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        piece = super().read(size)
+        self.digest.update(piece)
+        self.consumed += len(piece)
+        return piece
 
 
 def is_unchecked_zstd(path: Path) -> bool:
@@ -184,69 +186,3 @@ def _take(buffer: bytearray, size: int) -> bytes:
 
 def _line_ends(data: bytes) -> NDArray[np.bool]:
     return np.frombuffer(data, np.uint8) == ord("\n")  # counts 7 times as fast as bytes.count
-
-
-_STEP = 1 << 12  # bytes decompressed at a time: at most 4 MB of gzip
-
-
-def _gunzip(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Decompress gzip members up to the last byte of the file (GzipFile drops the end)."""
-    member, number, start, done = zlib.decompressobj(wbits=31), 1, 0, 0
-    steps = (
-        piece[start : start + _STEP] for piece in pieces for start in range(0, len(piece), _STEP)
-    )
-
-    try:
-        for piece in steps:
-            done += len(piece)
-            while piece:
-                if member.eof:
-                    piece = piece.lstrip(b"\0")  # members may be padded with zeros
-                    if not piece:
-                        break
-                    member = zlib.decompressobj(wbits=31)
-                    number, start = number + 1, done - len(piece)
-                yield member.decompress(piece)
-                piece = member.unused_data
-
-        if not member.eof:
-            raise EOFError("the file ends before the member does")
-    except (EOFError, zlib.error) as error:
-        raise _damaged(path, f"gzip member {number}, from byte {start:,} on, is", error) from None
-
-
-def _unzstd(path: Path, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    try:
-        stream = pa.CompressedInputStream(pa.PythonFile(_Joined(pieces), "r"), "zstd")
-        while chunk := stream.read(_STEP):
-            yield chunk
-    except OSError as error:
-        if error.filename:  # it can't be read, which says nothing of the data
-            raise
-        raise _damaged(path, "the zstd data is", error) from None
-
-
-def _damaged(path: Path, what: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path}: {what} damaged or cut off ({error}), and corrupt rows cannot be detected, "
-        "even with --bad-rows skip: copy the file again, or unpack what is left of it and "
-        "give that"
-    )
-
-
-class _Joined:
-    """Chunks of bytes as a file object, as far as pyarrow needs it."""
-
-    closed = False
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._rest = b""
-
-    def read(self, size: int) -> bytes:
-        data = self._rest or next(self._pieces, b"")
-        data, self._rest = data[:size], data[size:]
-        return data
-
-    def close(self) -> None:
-        self.closed = True

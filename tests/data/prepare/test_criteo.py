@@ -525,7 +525,7 @@ def test_no_row_of_a_damaged_file_is_taken(raw, tmp_path, bad_rows, limit):
     """Rows before the damage may be wrong: the checksum is behind them."""
     whole = gzip.compress(raw.read_bytes())
     (tmp_path / "broken.gz").write_bytes(whole[:-8] + bytes(8))  # another checksum
-    with pytest.raises(ValueError, match=r"broken.gz: gzip member 1, from byte 0 on, is damaged"):
+    with pytest.raises(ValueError, match=r"broken.gz: the compressed data is damaged or"):
         quiet(tmp_path / "broken.gz", tmp_path / "out", Options(bad_rows=bad_rows, limit=limit))
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare"]
 
