@@ -83,10 +83,7 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join batches of the same features, one after another.
-
-    Multi-hot batches must have ``bounds``.
-    """
+    """Join batches of the same features, one after another; multi-hot ones must have ``bounds``."""
     if len(batches) == 1:
         return batches[0]
 
@@ -118,13 +115,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 def fixed_bags(
     bag_sizes: Sequence[int], size: int, device: torch.device | str
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return ``offsets [F * B + 1]`` and ``bounds`` of ``size`` samples with bags of fixed lengths.
-
-    Args:
-        bag_sizes: ids of each bag of each feature, 0 or more.
-        size: samples B.
-        device: of the offsets.
-    """
+    """``offsets [F * B + 1]`` and ``bounds`` of ``size`` samples B with bags of fixed lengths."""
     sizes = torch.tensor(tuple(bag_sizes), dtype=torch.int64)
     starts = offsets_of(sizes * size)
     within = torch.arange(size) * sizes[:, None]  # [F, B]

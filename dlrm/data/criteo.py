@@ -21,8 +21,7 @@ from dlrm.data.prepare.spill import Spilled
 from dlrm.data.prepare.splitting import Splitter, split_by_days, split_by_shares
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
-from dlrm.data.prepare.vocabulary import vocabulary_size
-from dlrm.data.schema import META_FILE, Meta
+from dlrm.data.schema import Meta
 from dlrm.utils.messages import did_you_mean
 
 
@@ -126,13 +125,8 @@ def prepare(
 
 
 def inherit_options(options: Options) -> Options:
-    """Replace the options that determine ids and dense values by those of the data ``ids_of``.
-
-    Raises:
-        FileNotFoundError: ``ids_of`` has no ``meta.json``.
-        ValueError: ``ids_of`` was not made by :func:`prepare`, one of these options is given and
-            differs, or a vocabulary is damaged.
-    """
+    """Replace the options that determine ids and dense values by those of the data ``ids_of``,
+    which must be whole, made by :func:`prepare`, and not differ from options that are given."""
     assert options.ids_of is not None
     directory = Path(options.ids_of)
     meta = Meta.read(directory)
@@ -159,35 +153,19 @@ def inherit_options(options: Options) -> Options:
             f"--forget: {directory} was prepared with --vocabulary all and has no id that "
             "forgotten values could share: prepare it with --vocabulary train"
         )
-    for column in meta.categorical:
-        path = directory / Meta.vocabulary_file(column.name)
-        rows = vocabulary_size(path, directory)
-        if rows != column.cardinality and options.ids == "vocabulary":
-            raise ValueError(
-                f"{path} can't be the vocabulary: it has {rows} rows, {META_FILE} says "
-                f"{column.cardinality}; prepare {directory} again"
-            )
     return options
 
 
 def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
-    """The rows of each split, numbered over all inputs.
-
-    Args:
-        split: see :attr:`Options.split`.
-        rows: rows of each input file.
-    """
+    """The rows of each split, numbered over all inputs, by the rows of each; see
+    :attr:`Options.split`."""
     if split == ("days",):
         return split_by_days(rows)
     return split_by_shares(sum(rows), *_exact_shares(split)[:2])
 
 
 def _exact_shares(split: tuple[str, ...]) -> tuple[Fraction, ...]:
-    """The shares of train, val and test, exactly as the decimals say.
-
-    Raises:
-        ValueError: these are not three shares that add up to 1.
-    """
+    """The shares of train, val and test, exactly as the decimals say, which must add up to 1."""
     try:
         train, val, test = split
         return SplitOptions(train=train, val=val, test=test).shares()

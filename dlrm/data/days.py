@@ -26,14 +26,10 @@ def is_later(day: str, than: str) -> bool:
 
 
 def next_day(directory: Path, after: str = "") -> tuple[Path | None, bool]:
-    """The first day after another one, and whether it is complete.
+    """The first day after another one, by its name, and whether it is complete.
 
     A day is complete once it has its ``meta.json``, which a preparation writes last. One that is
     not hides those after it, as days are read in order.
-
-    Args:
-        directory: holds a prepared directory for each day.
-        after: name of the day before.
     """
     for name in day_names(directory):
         if is_later(name, after):
@@ -71,15 +67,7 @@ def first_day(directory: str, data: str | None = None) -> str:
 
 
 def require_same_columns(first: Path, meta: Meta, day: Path, other: Meta) -> None:
-    """Check that a day has the columns, the ids and the scaling of another one.
-
-    Args:
-        first, meta: a day.
-        day, other: the one that is checked.
-
-    Raises:
-        ValueError: it differs.
-    """
+    """Check that a ``day`` has the columns, the ids and the scaling of the first one."""
     wrong = None
     for what in ("label", "weight", "dense", "tables", "cardinalities", "lengths"):
         if wrong is None and getattr(meta, what) != getattr(other, what):

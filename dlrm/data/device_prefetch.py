@@ -21,11 +21,8 @@ def prefetch_to_device(runs: Iterator[Run], device: torch.device) -> Iterator[Ru
     """Yield runs of batches of a CUDA device, one run ahead of the consumer.
 
     They are made on a stream of their own, and are ready for the current stream of the consumer
-    when they are yielded. What a run costs the CPU is shared by its batches.
-
-    Args:
-        runs: at least one batch each.
-        device: of the batches.
+    when they are yielded. What a run costs the CPU is shared by its batches, of which it has at
+    least one.
     """
     stream = stream_of(device, "loads")
     made: deque[tuple[Run, torch.cuda.Event]] = deque()

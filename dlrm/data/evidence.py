@@ -57,13 +57,9 @@ def range_of(counts: ArrayLike) -> NDArray[np.int64]:
 
 
 class _Column:
-    """The ids of a column in the rows that were read, and what they are found to say.
-
-    Args:
-        ids: ``[nnz]``.
-        rows: the row of each, ``[nnz]``; None if each row has one id.
-        counts: occurrences of each id in all training rows, ``[V]``.
-        num_rows: rows N.
+    """The ids ``[nnz]`` of a column in the rows that were read, and what they are found to say.
+    Each is of one of ``rows [nnz]``; None if each row has one id. The ``counts [V]`` are those of
+    each id in all training rows.
     """
 
     def __init__(
@@ -101,12 +97,8 @@ class _Column:
         return sums / self.lengths
 
     def sums(self, residuals: Floats) -> tuple[Floats, Floats]:
-        """The sums for each id of the residuals that are left without this column, and of their
-        squares.
-
-        Args:
-            residuals: of all rows, with all columns, ``[N]``.
-        """
+        """The sums for each id of the residuals ``[N]`` that are left without this column, given
+        those with all columns, and of their squares."""
         values = residuals if self.rows is None else (residuals + self.score(self.means))[self.rows]
         sums: Floats = np.bincount(self.ids, values, len(self.seen)).astype(float)
         squares = np.bincount(self.ids, values * values, len(self.seen)).astype(float)
@@ -116,15 +108,8 @@ class _Column:
         return sums, squares
 
     def effects(self, residuals: Floats) -> tuple[Floats, Floats, Floats]:
-        """Effects by range.
-
-        Args:
-            residuals: see :meth:`sums`.
-
-        Returns:
-            The effects ``[RANGES]``, the mean residual of the range of each id, and the sums of the
-            residuals of each id, less this mean.
-        """
+        """Effects by range ``[RANGES]``, the mean residual of the range of each id, and the sums of
+        the residuals of each id, less this mean; see :meth:`sums`."""
         sums, squares = self.sums(residuals)
         variance = _variance(sums, squares, len(self.ids))
 
@@ -137,12 +122,8 @@ class _Column:
         return effects, means, sums
 
     def explains(self, residuals: Floats, left: float) -> bool:
-        """Whether the mean residuals of the ids, here bins of a number, differ by more than chance.
-
-        Args:
-            residuals: see :meth:`sums`.
-            left: share of the degrees of freedom that no mean has taken.
-        """
+        """Whether the mean residuals of the ids, here bins of a number, differ by more than chance;
+        ``left`` is the share of the degrees of freedom that no mean has taken."""
         sums, squares = self.sums(residuals)
         variance = _variance(sums, squares, len(residuals)) / left
         chi_square = (sums**2 / self.seen.clip(1)).sum() / variance
@@ -210,16 +191,11 @@ def with_effects(
     """Estimate the effects of all columns from training rows, in bounded memory.
 
     Args:
-        directory: the directory of the data.
-        meta: its description.
         counts: occurrences of every id of every column in all training rows.
         most_rows: if there are more rows, only every n-th row group is read.
 
     Returns:
         The description with the effects, and without the counts that explain nothing.
-
-    Raises:
-        ValueError: the data is damaged.
     """
     reader = RowGroupReader(directory, replace(meta, weight=None))
     row_groups = reader.row_groups("train")
@@ -268,13 +244,8 @@ def _binned(parts: Sequence[NDArray[np.float32]]) -> _Column:
 def read_effects(
     directory: str | os.PathLike[str], meta: Meta, counts: Callable[[], Sequence[ArrayLike]]
 ) -> list[Effects]:
-    """The effects of all columns, from ``meta`` or, if it has none, from training rows.
-
-    Args:
-        directory: the directory of the data.
-        meta: its description.
-        counts: returns the occurrences of every id of every column.
-    """
+    """The effects of all columns, from ``meta`` or, if it has none, from training rows; then
+    ``counts`` returns the occurrences of every id of every column."""
     known = meta if meta.effects else with_effects(directory, meta, counts())
     rated = [rate_names(name)[1] in meta.dense for name in meta.tables]
     return [Effects(known.effects[name], own) for name, own in zip(meta.tables, rated, strict=True)]

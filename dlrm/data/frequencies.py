@@ -26,14 +26,8 @@ Counts = Callable[[], list[Tensor]]
 
 
 class IdStatistics:
-    """How often the ids of each column occur, and what they say about the label.
-
-    Both are read when they are first asked for.
-
-    Args:
-        directory: the directory of the data.
-        meta: its description.
-    """
+    """How often the ids of each column occur, and what they say about the label; both are read when
+    they are first asked for."""
 
     def __init__(self, directory: str | os.PathLike[str], meta: Meta) -> None:
         self.meta = meta
@@ -75,15 +69,9 @@ def _listed(path: Path, column: Categorical) -> Tensor:
 def count_ids(
     directory: str | os.PathLike[str], meta: Meta, most_rows: int = MOST_ROWS
 ) -> list[Tensor]:
-    """Count the ids of the training rows, or estimate the counts from a part of the rows.
+    """Occurrences of every id of every column in the training rows, ``[cardinality]`` int64 each.
 
-    Args:
-        directory: the directory of the data.
-        meta: its description.
-        most_rows: if there are more rows, only every n-th row group is read.
-
-    Returns:
-        Occurrences of every id of every column, ``[cardinality]`` int64 each.
+    If there are more than ``most_rows``, only every n-th row group is read, and they are estimates.
 
     Raises:
         ValueError: there are more ids than fit in memory, or the data is damaged.

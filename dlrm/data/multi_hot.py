@@ -30,15 +30,8 @@ def take(values: Tensor, index: Tensor | slice, dim: int) -> Tensor:
 
 
 class StagedBags:
-    """The ids of a row group in host memory, from which they are copied to a device.
-
-    Args:
-        bag_sizes: ids of each bag of each feature; None for a ragged one.
-        rows: rows of the row group.
-        room: ids of each feature at most.
-        dtype: of the ids.
-        pinned: use page-locked memory.
-    """
+    """The ids of a row group in host memory, page-locked if ``pinned``, from which they are copied
+    to a device. Each feature has room for a number of ids."""
 
     def __init__(
         self,
@@ -71,12 +64,6 @@ class FixedBags:
     """The ids of the rows of a shuffle group on a device, row by row, for bags of fixed lengths.
 
     A batch then takes two gathers: one of rows of ``W`` ids, and one that sorts them by feature.
-
-    Args:
-        bag_sizes: ids of each bag of each feature; W in all.
-        rows: rows of the group.
-        dtype: of the ids, int32 or int64.
-        device: of the ids.
     """
 
     def __init__(
@@ -131,14 +118,7 @@ def _numbers(count: int, device: torch.device) -> Tensor:
 
 class RaggedBags:
     """The ids of the rows of a shuffle group on a device, feature by feature, if any is ragged.
-
-    Args:
-        bag_sizes: ids of each bag of each feature; None for a ragged one.
-        rows: rows of the group.
-        room: ids of each feature at most.
-        dtype: of the ids, int32 or int64.
-        device: of the ids.
-    """
+    Each feature has room for a number of ids."""
 
     def __init__(
         self,
@@ -175,12 +155,8 @@ class RaggedBags:
     def take(
         self, rows: Tensor | slice, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Return the ids, offsets and bounds of a batch, see :class:`~dlrm.data.batch.Batch`.
-
-        Args:
-            rows: the rows of the batch ``[B]``, by their number.
-            counts: how many ids of each feature they have.
-        """
+        """The ids, offsets and bounds of a batch of ``rows [B]``, see
+        :class:`~dlrm.data.batch.Batch`; ``counts`` says how many ids of each feature they have."""
         bounds = tuple(accumulate(counts, initial=0))
         starts, lengths = take(self._starts, rows, 1), take(self._lengths, rows, 1)
         offsets = offsets_of(lengths)

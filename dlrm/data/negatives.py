@@ -14,19 +14,14 @@ from dlrm.utils.cpus import cpu_count
 def sample_negatives(
     reader: RowGroupReader, row_groups: Sequence[RowGroup], share: float, seed: int
 ) -> list[RowGroup]:
-    """Row groups that keep all rows but a random part of those with label 0.
+    """Row groups of a split that keep all rows but a random part of those with label 0.
 
     All labels are read, to know how many rows are left. Which they are depends only on the seed and
     on the position of a row in the files.
 
-    Args:
-        reader: of the row groups.
-        row_groups: all of a split, in order.
-        share: of the rows with label 0 that are kept, in (0, 1].
-        seed: of the choice.
-
     Raises:
-        ValueError: ``share`` is out of range, no row is left, or a row group is damaged.
+        ValueError: ``share``, the part that is kept, is out of (0, 1], no row is left, or a row
+            group is damaged.
     """
     if not 0 < share <= 1:
         raise ValueError(f"negatives is {share}, it must be above 0 and at most 1")

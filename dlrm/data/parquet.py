@@ -176,11 +176,8 @@ class RowGroupReader:
         return rows
 
     def convert(self, table: pa.Table, where: object) -> Rows:
-        """Convert and check the values of an Arrow table with the columns of ``meta``.
-
-        Args:
-            table: the rows, with the types of the files; labels that are missing become 0.
-            where: the place that errors name.
+        """Convert and check the values of an Arrow table with the columns of ``meta`` and the types
+        of the files; labels that are missing become 0. Errors name the place ``where``.
 
         Raises:
             ValueError: a value is invalid.
@@ -204,11 +201,7 @@ class RowGroupReader:
         return rows
 
     def labels(self, table: pa.Table, where: object) -> np.ndarray:
-        """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number.
-
-        Raises:
-            ValueError: a label is missing or not in [0, 1].
-        """
+        """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number in [0, 1]."""
         return read_labels(*named_column(table, where, self.meta.label))
 
     def open(self, path: Path) -> list[RowGroup]:
@@ -312,11 +305,7 @@ def _version(path: Path) -> tuple[int, int]:
 
 
 def _require_same_file(row_group: RowGroup) -> None:
-    """Check that a file is still the one whose footer was read, or a copy of it.
-
-    Raises:
-        ValueError: it was replaced.
-    """
+    """Check that a file is still the one whose footer was read, or a copy of it."""
     if _version(row_group.path) == row_group.version:
         return
     metadata, _ = read_footer(row_group.path)
@@ -333,11 +322,7 @@ def reason(error: BaseException) -> str:
 
 
 def whole_table(table: pa.Table, rows: int) -> pa.Table:
-    """``table``, whose columns must all have ``rows``: pyarrow skips pages of an unknown type.
-
-    Raises:
-        pa.ArrowInvalid: a column has more or fewer.
-    """
+    """``table``, whose columns must all have ``rows``: pyarrow skips pages of an unknown type."""
     for column in table.columns:
         if len(column) != rows:
             raise pa.ArrowInvalid(f"{len(column)} of {rows} rows")
@@ -345,11 +330,7 @@ def whole_table(table: pa.Table, rows: int) -> pa.Table:
 
 
 def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
-    """The metadata and the schema of a Parquet file.
-
-    Raises:
-        ValueError: the file is damaged or not Parquet.
-    """
+    """The metadata and the schema of a Parquet file, which must be complete."""
     try:
         with pq.ParquetFile(path) as file:
             metadata = file.metadata

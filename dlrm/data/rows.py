@@ -15,13 +15,8 @@ from dlrm.utils.offsets import offsets_of
 
 
 def new_rows(reader: RowGroupReader, size: int, *, pinned: bool = False) -> Batch:
-    """Room for ``size`` rows: dense features, labels, weights, and one-hot ids.
-
-    Args:
-        reader: the reader of the rows.
-        size: number of rows.
-        pinned: use page-locked memory, from which copies to a GPU are asynchronous.
-    """
+    """Room for ``size`` rows: dense features, labels, weights, and one-hot ids. Copies from
+    ``pinned`` memory to a GPU are asynchronous."""
     meta = reader.meta
     one_hot = 0 if meta.multi_hot else len(meta.categorical)
     kind = torch.int32 if reader.ids_dtype.itemsize == 4 else torch.int64
@@ -45,12 +40,7 @@ def fill(batch: Batch, rows: Rows) -> None:
 
 
 def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
-    """Make a batch in host memory of rows, in their order.
-
-    Args:
-        reader: the reader of the rows.
-        rows: what :meth:`RowGroupReader.read` returned.
-    """
+    """Make a batch in host memory of rows that ``reader`` has read, in their order."""
     batch = new_rows(reader, len(rows.labels))
     fill(batch, rows)
     if not reader.meta.multi_hot:

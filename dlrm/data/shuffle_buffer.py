@@ -19,16 +19,10 @@ from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
 
 
 class ShuffleBuffer:
-    """The rows of a shuffle group on a device, filled by the reader threads.
+    """The rows of a shuffle group on a device, filled by the reader threads of a pool, which have
+    so many row groups ``staged`` in host memory at a time.
 
     One thread must make all calls, on one stream.
-
-    Args:
-        group: the rows and their order.
-        reader: decodes row groups.
-        pool: reader threads.
-        device: device of the rows.
-        staged: row groups in host memory at a time.
     """
 
     def __init__(
@@ -162,11 +156,7 @@ class ShuffleBuffer:
         return RaggedBags(meta.lengths, rows, room, dtype=dtype, device=self._device)
 
     def wait(self) -> None:
-        """Wait until all rows have been read.
-
-        Raises:
-            ValueError: a row group is damaged or holds an invalid value.
-        """
+        """Wait until all rows have been read; here errors of the readers are raised."""
         while self._reads:
             self._reads[0].result()
             self.copy_arrived()
@@ -197,12 +187,8 @@ class ShuffleBuffer:
         return replace(batch, ids=ids, offsets=offsets, bounds=bounds)
 
     def batches(self, firsts: Sequence[int], size: int) -> list[Batch]:
-        """Gather several one-hot batches of this group in as many launches as one takes.
-
-        Args:
-            firsts: the first row of each in the epoch; equally far apart, at least ``size``.
-            size: rows of each.
-        """
+        """Gather several one-hot batches of ``size`` rows of this group in as many launches as one
+        takes. Their first rows in the epoch are equally far apart, at least ``size``."""
         apart = firsts[1] - firsts[0] if len(firsts) > 1 else size
         return self._gather(self.group.between(firsts[0], firsts[-1] + size), size, apart)
 
@@ -239,15 +225,8 @@ def gather(
     last: int,
     device: torch.device,
 ) -> Batch:
-    """Gather rows ``first`` to ``last - 1`` of the epoch as a batch on a device.
-
-    Args:
-        reader: the reader of the buffers.
-        buffers: those that hold the rows, in order.
-        first: the first row.
-        last: the row after the last one.
-        device: device of the buffers.
-    """
+    """Gather rows ``first`` to ``last - 1`` of the epoch as a batch, from the buffers of a device
+    that hold them, in order."""
     if not buffers:
         return empty_batch(reader).to(device)
     batch = concatenate([buffer.batch(first, last) for buffer in buffers])

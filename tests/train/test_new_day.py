@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm.data.criteo import Options, prepare
-from dlrm.data.prepare.extend_ids import extend_ids
+from dlrm.data.prepare.vocabulary import extend_ids
 from dlrm.data.schema import CRITEO_CATEGORICAL, Meta
 from dlrm.training.checkpoint import load_model
 from tests.kit import criteo_rows, read_splits, write_criteo

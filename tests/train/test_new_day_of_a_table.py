@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.prepare.extend_ids import extend_ids
+from dlrm.data.prepare.vocabulary import extend_ids
 from dlrm.data.prepare.vocabulary import Vocabulary
 from dlrm.data.schema import Meta
 from dlrm.training.checkpoint import load_model

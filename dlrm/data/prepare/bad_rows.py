@@ -40,12 +40,9 @@ class BadRow(ValueError):
         self.problem = problem
 
     def located(self, path: Path, first_row: int = 0, *, to_score: bool = False) -> ValueError:
-        """The error with its file and the number of its row, from 1 and without a header.
-
-        Args:
-            path: the file.
-            first_row: number of the first row of the batch in the file, from 0.
-            to_score: whether the rows are to be scored.
+        """The error with its file and the number of its row, from 1 and without a header;
+        ``first_row`` rows of the file come before the batch. Rows ``to_score`` come too late for an
+        option.
         """
         problem = self.problem.removesuffix(self.option) if to_score else self.problem
         if not len(self.rows):
@@ -56,14 +53,8 @@ class BadRow(ValueError):
 
 
 class BadValue(BadRow):
-    """A value that its column does not take.
-
-    Args:
-        column: name of the column.
-        rows: see :class:`BadRow`.
-        problem: the value, the rule and the remedy.
-        option: see :class:`BadRow`; it is added to the problem.
-    """
+    """A value that its column does not take; see :class:`BadRow`. The ``option`` is added to the
+    problem."""
 
     def __init__(self, column: str, rows: Iterable[int], problem: str, option: str = "") -> None:
         super().__init__(rows, problem + option)
@@ -88,12 +79,8 @@ class BadRows:
 
     @classmethod
     def of(cls, errors: Sequence[BadRow], own: Callable[[int, BadRow], BadRow]) -> Self:
-        """Those of a part; its file is not known yet.
-
-        Args:
-            errors: each with its rows, by rising positions in the part.
-            own: returns the error of a row alone, of which an error of several is given.
-        """
+        """Those of a part, whose file is not known yet. Each error has its rows, by rising
+        positions; ``own`` returns the error of a row alone, of which one of several is given."""
         made = cls()
         for error in errors:
             made.kinds[error.kind] += len(error.rows)

@@ -24,15 +24,9 @@ def categories(
 ) -> pa.DictionaryArray:
     """``[n]`` texts as a dictionary array without nulls; a missing one is "".
 
-    Args:
-        array: texts, integers, floats, bools, dates or bytes. A float without a fraction is
-            written as an integer, as programs store integers with gaps as floats.
-        name: name of the column.
-        missing: texts that stand for a missing value.
-        buckets: hash the values to this many buckets.
-
-    Raises:
-        BadValue: bytes are not UTF-8, or the type is none of these.
+    The column may hold texts, integers, floats, bools, dates or bytes. A float without a fraction
+    is written as an integer, as programs store integers with gaps as floats. Values can be hashed
+    to a number of ``buckets``.
     """
     array = encoded(array, name)
     indices, values = array.indices, as_texts(array.dictionary, name)
@@ -54,16 +48,7 @@ def _without_nulls(indices: pa.Array, values: pa.Array) -> tuple[pa.Array, pa.Ar
 
 
 def hex_categories(array: pa.Array, name: str, cap: int | None) -> pa.DictionaryArray:
-    """``[n]`` texts of up to 8 hex digits as a dictionary array of integer keys.
-
-    Args:
-        array: texts; a missing one is null or "".
-        name: name of the column.
-        cap: take the keys modulo this.
-
-    Raises:
-        BadValue: a value is not hexadecimal.
-    """
+    """``[n]`` texts of up to 8 hex digits as a dictionary array of integer keys, modulo ``cap``."""
     array = encoded(array, name)
     indices, values = array.indices, array.dictionary
     if not is_text(values.type) and values.type not in (pa.null(), pa.binary()):
@@ -93,12 +78,7 @@ def lists(
 ) -> pa.LargeListArray:
     """``[n]`` lists of texts, as lists of a dictionary array; missing entries are left out.
 
-    Args:
-        array: lists of what :func:`categories` takes, or texts to cut at ``separator``.
-        name: name of the column.
-        missing: texts that stand for a missing value.
-        separator: between the entries of a text.
-        buckets: hash the values to this many buckets.
+    The column holds lists of what :func:`categories` takes, or texts to cut at ``separator``.
     """
     array = decoded(array)
     if array.type == pa.null():

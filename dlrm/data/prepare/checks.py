@@ -40,6 +40,13 @@ class ClassCounts:
         return Split(files=(file,), rows=int(self.rows.sum()), positives=int(self.rows[1]))
 
     @property
+    def mean_weight(self) -> float:
+        """The mean of the sample weights."""
+        if not self.weights.any():
+            raise ValueError("all training rows have weight 0; correct the weights")
+        return float(self.weights.sum() / self.rows.sum())
+
+    @property
     def weight_ratio(self) -> float | None:
         """The mean weight of the positives divided by that of the negatives, if it is not 1."""
         if not self.rows.all() or not self.weights.all():
@@ -67,17 +74,8 @@ def count_classes(
 
 
 def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object, *, learns: bool) -> None:
-    """Check that there are rows, and that few are left out: more may change what is learned.
-
-    Args:
-        spilled: the rows.
-        bad_rows: what happens to those that do not fit.
-        source: for messages.
-        learns: whether anything is learned of them; otherwise they may be none, as on a quiet day.
-
-    Raises:
-        ValueError: there are no rows, or more than half of them do not fit.
-    """
+    """Check that there are rows, and that few are left out: more may change what is learned. If
+    nothing is learned of them, they may be none, as on a quiet day."""
     # Some rows, or none on a quiet day.
     bad, rows = spilled.bad, spilled.rows + spilled.bad.count
     if not rows and not learns:
@@ -107,16 +105,8 @@ def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object, *, lea
 def require_both_classes(
     counts: Mapping[str, ClassCounts], plan: ColumnPlan, *, earlier: bool
 ) -> None:
-    """Check that each split has positive and negative rows, unless it lacks one by chance.
-
-    Args:
-        counts: see :func:`count_classes`.
-        plan: what each column is.
-        earlier: whether the rows get earlier ids; they may be few, and only to be scored.
-
-    Raises:
-        ValueError: a split lacks a class.
-    """
+    """Check that each split has positive and negative rows, unless it lacks one by chance. Rows
+    that get ``earlier`` ids may be few, and only to be scored."""
     total = np.sum([own.rows for own in counts.values()], axis=0)
     for name, own in counts.items():
         size = own.rows.sum()
@@ -171,13 +161,8 @@ def note_weights(counts: ClassCounts) -> None:
 def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, Any]]) -> None:
     """Note columns of which nothing can be learned, and numbers far beyond the others.
 
-    Args:
-        features: all of them.
-        learned: of each: ``empty`` if no training row has a value; ``far``, how many numbers are
-            limited, one of them, and what it counts as.
-
-    Raises:
-        ValueError: no feature has a value.
+    What was ``learned`` of a feature has ``empty`` if no training row has a value, and ``far``: how
+    many numbers are limited, one of them, and what it counts as.
     """
     # Columns without any value.
     found = list(zip(features, learned, strict=True))

@@ -119,17 +119,8 @@ def label_rule(options: TableOptions, column: str) -> LabelRule:
 def labels(
     array: pa.Array, name: str, rule: LabelRule | None = None, *, required: bool = True
 ) -> pa.Array:
-    """``[n]`` labels as uint8, 0 or 1.
-
-    Args:
-        array: the column.
-        name: its name.
-        rule: which values count as 1.
-        required: raise if a label is missing; otherwise it is null.
-
-    Raises:
-        BadValue: a label is missing or another value. Its rows are not to be skipped lightly.
-    """
+    """``[n]`` labels as uint8, 0 or 1; null if missing and not ``required``. Rows with other values
+    are not to be skipped lightly, so that errors do not advise it."""
     rule = rule or LabelRule()
     try:
         if required or rule.takes_missing:
@@ -146,12 +137,7 @@ def labels(
 
 
 def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str]) -> str:
-    """The one value of a label besides those that count as 1.
-
-    Args:
-        samples: the label in the first rows of files.
-        name: name of the column.
-        positive: the values that count as 1.
+    """The one value of a label besides those that count as 1, in the first rows of files.
 
     Raises:
         ValueError: there is none, or more than one: then nobody said which of them count as 0.
@@ -187,11 +173,7 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
 
 
 def split_codes(array: pa.Array, name: str) -> pa.Array:
-    """``[n]`` positions in ``SPLITS`` as uint8.
-
-    Raises:
-        BadValue: a value is not the name of a split.
-    """
+    """``[n]`` positions in ``SPLITS`` as uint8."""
     rule = "it must be train, val or test"
     return _mapped(array, name, SPLIT_VALUES, rule, "correct it, or split by: rows")
 
@@ -226,13 +208,7 @@ def _mapped(
 
 
 def _which_are_positive(array: pa.Array, texts: Sequence[str], name: str) -> str:
-    """How to say which values of a label count as 1, for those of some rows.
-
-    Args:
-        array: the label, with a dictionary.
-        texts: its dictionary.
-        name: its name.
-    """
+    """How to say which values of a label, a dictionary array of these ``texts``, count as 1."""
     counts: Counter[str] = Counter()
     for pair in pc.value_counts(array.indices.drop_null()).to_pylist():
         counts[texts[pair["values"]].strip()] += pair["counts"]

@@ -15,17 +15,13 @@ from .numbers import Scaling
 def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:
     """Convert raw rows; nothing here depends on other rows.
 
-    Args:
-        plan: the columns.
-        raw: the columns of the table that the plan needs, of any type that fits their kinds.
-        required: require the label, the weight, what the split depends on and passed columns;
-            otherwise convert those that are there, and nothing for the split. A label may then be
-            null.
+    Unless they are ``required``, the label, the weight and passed columns are converted if they are
+    there, and nothing for the split. A label may then be null.
 
     Returns:
-        float64 for numbers, NaN where missing (those of Criteo: scaled, float32); dictionary arrays
-        of texts for categories, large lists of them for lists; label uint8, weight float32; passed
-        columns as they are.
+        float64 for numbers, NaN where missing (those of Criteo: scaled, float32); dictionary
+        arrays of texts for categories, large lists of them for lists; label uint8, weight
+        float32; passed columns as they are.
 
     Raises:
         BadValue: a value does not fit the kind of its column.

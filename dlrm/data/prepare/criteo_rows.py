@@ -17,11 +17,7 @@ COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 
 
 def criteo_plan(options: Mapping[str, Any]) -> ColumnPlan:
-    """The columns of the rows, and what becomes of them.
-
-    Args:
-        options: those of ``prepare_criteo.py``, as ``meta.json`` has them.
-    """
+    """The columns of the rows, and what becomes of them by the options that ``meta.json`` has."""
     transform: Literal["log", "log3"] = "log3" if options["dense_transform"] == "log3" else "log"
     number = ColumnOptions(kind="number", transform=transform)
     category = ColumnOptions(kind="category", min_count=options.get("min_count", 1))
@@ -40,12 +36,8 @@ def criteo_plan(options: Mapping[str, Any]) -> ColumnPlan:
 
 
 def open_log(path: Path, *, scored: bool = False) -> RawFile:
-    """A log, of which nothing is read yet.
-
-    Args:
-        path: the file.
-        scored: the rows are to be scored: by the first line, all may be without the label.
-    """
+    """A log, of which nothing is read yet. By the first line, rows to be ``scored`` may be without
+    the label."""
     names = COLUMNS
     if scored:
         first_line = BlockReader(path).start(1 << 16).partition(b"\n")[0]

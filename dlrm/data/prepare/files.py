@@ -113,15 +113,8 @@ class RawFile:
         return found
 
     def parts(self, block_bytes: int = BLOCK_BYTES, limit: int | None = None) -> Iterator[FilePart]:
-        """All rows, in parts that depend on the content only.
-
-        Args:
-            block_bytes: size of the blocks that text is read in.
-            limit: of a text, read at most this many lines.
-
-        Raises:
-            ValueError: the file is empty, truncated or damaged.
-        """
+        """All rows, in parts that depend on the content only. Text is read in blocks of
+        ``block_bytes``, up to ``limit`` lines."""
         if self.format == "parquet":
             yield from self._row_groups()
             return
@@ -200,11 +193,8 @@ def _written_out(keys: pa.Array, write: Callable[[bytes], str]) -> pa.Array:
 
 
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
-    """Open the files of one table; see :func:`without_empty`.
-
-    Raises:
-        ValueError: they differ in format or columns, or one is damaged.
-    """
+    """Open the files of one table, which have one format and the same columns; see
+    :func:`without_empty`."""
     files = [RawFile.open(path, options) for path in without_empty(paths)]
     require_one_table(files)
     if files[0].format != "parquet" and (names := folder_columns(files[0].path)):
@@ -216,11 +206,7 @@ def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
 
 
 def require_one_table(files: Sequence[RawFile]) -> None:
-    """Check that files have one format and the same columns.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Check that files have one format and the same columns, in any order."""
     first = files[0]
     for other in files[1:]:
         if other.format != first.format:
@@ -228,28 +214,14 @@ def require_one_table(files: Sequence[RawFile]) -> None:
                 f"{first.path} is {first.format}, {other.path} is {other.format}; prepare files of "
                 "one format"
             )
-        _require_columns(other, first)
-
-
-def _require_columns(other: RawFile, first: RawFile) -> None:
-    """Check that a file has the columns of the first one, in any order.
-
-    Raises:
-        ValueError: one is missing, or there is another.
-    """
-    names, wanted = dict.fromkeys(other.names), dict.fromkeys(first.names)
-    same = "give all files the same columns"
-    missing = next((name for name in wanted if name not in names), None)
-    if missing is not None:
-        raise ValueError(
-            f"{other.path} has no column {missing!r}, but {first.path} has one"
-            f"{did_you_mean(missing, names)}; {same}"
-        )
-    further = next((name for name in names if name not in wanted), None)
-    if further is not None:
-        raise ValueError(
-            f"{other.path} has a column {further!r}, but {first.path} has none; {same}"
-        )
+        for file, without in ((first, other), (other, first)):
+            names = dict.fromkeys(without.names)
+            missing = next((name for name in file.names if name not in names), None)
+            if missing is not None:
+                raise ValueError(
+                    f"{without.path} has no column {missing!r}, but {file.path} has one"
+                    f"{did_you_mean(missing, names)}; give all files the same columns"
+                )
 
 
 def without_empty(paths: Sequence[Path]) -> Sequence[Path]:

@@ -72,17 +72,8 @@ def same_values(
 def require_same_ids(
     data: str | os.PathLike[str], meta: Meta, trained: str | None, model: str | os.PathLike[str]
 ) -> None:
-    """Check that ids of data stand for the values that they stand for in a model.
-
-    Args:
-        data: the prepared directory.
-        meta: what describes it.
-        trained: the fingerprint of the data of the model; None if it is not known.
-        model: the run or checkpoint, for messages.
-
-    Raises:
-        ValueError: the fingerprints differ.
-    """
+    """Check that ids of the data that ``meta`` describes stand for the values that they stand for
+    in a model, whose data had the fingerprint ``trained``; None if that is not known."""
     if None in (trained, meta.fingerprint) or trained == meta.fingerprint:
         return
     criteo = " --criteo" * ("dense_transform" in meta.options)
@@ -96,13 +87,8 @@ def require_same_ids(
 def other_data(
     directory: str | os.PathLike[str], model: str | os.PathLike[str], instead: str
 ) -> ValueError:
-    """The error of a directory that does not describe the data that a model was trained on.
-
-    Args:
-        directory: what is not of that data.
-        model: the model, as messages name it.
-        instead: what else may be done than to restore the directory.
-    """
+    """The error of a directory that does not describe the data that ``model`` was trained on; it
+    says what to do ``instead`` of restoring it."""
     return ValueError(
         f"{directory} is not of the data that {model} was trained on; restore it, or {instead}"
     )

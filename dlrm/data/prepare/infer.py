@@ -43,13 +43,9 @@ def plan_columns(
 ) -> ColumnPlan:
     """Decide what each column is, from the first rows of the first and the last file.
 
-    Args:
-        files: the files of the table.
-        options: what is given.
-        skip_bad: leave out lines that are no rows of the table.
-
     Raises:
-        ValueError: the options name a column that does not exist, or nothing can be made of one.
+        ValueError: the options name a column that does not exist, or nothing can be made of
+            one.
     """
     batches = _samples(files, skip_bad)
     if not batches:
@@ -107,12 +103,7 @@ _USELESS = ColumnOptions(kind="drop")
 
 
 class ColumnsError(ValueError):
-    """Columns do not make a model's features and label.
-
-    Args:
-        problem: what is wrong, and the remedy.
-        plan: what was found of the columns.
-    """
+    """Columns do not make a model's features and label; ``plan`` is what was found of them."""
 
     def __init__(self, problem: str, plan: ColumnPlan) -> None:
         super().__init__(problem)
@@ -211,11 +202,7 @@ def _with_negative(
     samples: Sequence[pa.RecordBatch],
     skip_bad: bool,
 ) -> TableOptions:
-    """The options with the value of the label that counts as 0, if it has to be found.
-
-    Raises:
-        ValueError: there are several other values than those that count as 1, or none.
-    """
+    """The options with the value of the label that counts as 0, if it has to be found."""
     if options.positive is None or options.negative is not None:
         return options
     name = next(column.name for column in columns if column.kind == "label")
@@ -259,11 +246,7 @@ def _sample(
 
 
 def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[str, ColumnOptions]:
-    """The options of each column that has some, with those named as label, weight and split.
-
-    Raises:
-        ValueError: a name is no column, or two columns are named for the same.
-    """
+    """The options of each column that has some, with those named as label, weight and split."""
     # Options of their own name the label, the weight and the split.
     given = dict(options.columns)
     split = options.split.column if options.split.by == "column" else None
@@ -332,14 +315,8 @@ def read_types(
     *,
     skip_bad: bool = False,
 ) -> Mapping[str, pa.DataType]:
-    """The type that each needed column is read with, where the format leaves a choice.
-
-    Args:
-        plan: the columns.
-        files: the files of the table.
-        keep: more columns to read.
-        skip_bad: leave out lines that are no rows of the table.
-    """
+    """The type that each needed column, and those to ``keep``, is read with, where the format
+    leaves a choice."""
     form = files[0].format
     inferred = dict(json_types(files[0], skip_bad=skip_bad)) if form == "json" else {}
 

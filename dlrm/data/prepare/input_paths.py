@@ -18,6 +18,7 @@ SUFFIXES = {
 }  # fmt: skip
 COMPRESSED = (".gz", ".zst", ".gzip")
 MISSING_FOLDER = "__HIVE_DEFAULT_PARTITION__"
+INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -78,10 +79,6 @@ def folder_columns(path: Path) -> dict[str, int | str | None]:
     pairs = (part.split("=", 1) for part in path.parent.parts if "=" in part[1:])
     texts = {unquote(name): unquote(value) for name, value in pairs}
     return {
-        name: None if text == MISSING_FOLDER else int(text) if _is_integer(text) else text
+        name: None if text == MISSING_FOLDER else int(text) if INTEGER.fullmatch(text) else text
         for name, text in texts.items()
     }
-
-
-def _is_integer(text: str) -> bool:
-    return re.fullmatch(r"-?[0-9]{1,18}", text) is not None

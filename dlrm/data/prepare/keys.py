@@ -25,11 +25,8 @@ POSITION_BITS = 31
 
 
 class HexKeys:
-    """Integer keys of hex digits: the distinct ones, and the id of each entry of all dictionaries.
-
-    Args:
-        path: the file that gets the ids of all entries, int32.
-    """
+    """Integer keys of hex digits: the distinct ones, and the id of each entry of all dictionaries,
+    int32, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,12 +42,8 @@ class HexKeys:
         return pa.array(self._keys), self._counts
 
     def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
-        """Write the id of each entry of all dictionaries.
-
-        Args:
-            ids: ``[n]`` of the values that :meth:`ordered` returned.
-            chunks: the dictionaries that were added.
-        """
+        """Write the id of each entry of all dictionaries, in the chunks in which they were added;
+        ``ids [n]`` are those of the values that :meth:`ordered` returned."""
         with self._path.open("wb") as file:
             for chunk in chunks:
                 entries = np.concatenate([part.to_numpy() for part in chunk])
@@ -103,14 +96,8 @@ class TextKeys:
 
 
 def hex_keys(values: pa.Array) -> NDArray[np.int64]:
-    """Keys of hex strings: their value, or ``MISSING`` for an empty string.
-
-    Args:
-        values: binary, each with up to 8 hex digits in lower or upper case.
-
-    Raises:
-        ValueError: a value is not hexadecimal or too long.
-    """
+    """Keys of binary values of up to 8 hex digits: their value, or ``MISSING`` for an empty one. A
+    ValueError says that one is not hexadecimal or too long."""
     lengths = pc.binary_length(values).to_numpy()
     present = lengths > 0
     if not (lengths[present] == 8).all():
@@ -152,13 +139,8 @@ def sum_counts(
 def look_up(
     keys: NDArray[np.int64], ids: NDArray[np.int32], wanted: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """The id of each of the ``wanted`` keys, all of which are in ``keys``.
-
-    Args:
-        keys: ``[n]`` distinct, in rising order.
-        ids: ``[n]`` their ids.
-        wanted: ``[m]`` in any order.
-    """
+    """The id of each of the ``wanted`` keys, in any order; ``keys [n]`` are distinct, in rising
+    order, and have all of them."""
     ordered, position = sort_keys(wanted)  # sorted keys are found with few cache misses
     starts = _starts(ordered)
     found = ids[np.searchsorted(keys, ordered[starts])]
@@ -168,11 +150,8 @@ def look_up(
 
 
 def sort_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The sorted keys, and the previous position of each.
-
-    Key and position are sorted as one integer. This sort is vectorised and in place, about 20 times
-    as fast as an argsort.
-    """
+    """The sorted keys, and the previous position of each. Both are sorted as one integer,
+    vectorised and in place: about 20 times as fast as an argsort."""
     assert len(keys) < 1 << POSITION_BITS
     packed = (keys - MISSING).view(np.uint64)
     packed <<= np.uint64(POSITION_BITS)

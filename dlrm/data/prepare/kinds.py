@@ -66,11 +66,9 @@ class NoFeatureError(ValueError):
 def find_kind(
     name: str, sample: pa.Array, untyped: bool, labels: NDArray[np.uint8] | None = None
 ) -> InferredKind:
-    """The kind of a column that the options say nothing of.
+    """The kind of a column that the options say nothing of, from its first values.
 
     Args:
-        name: its name.
-        sample: its first values.
         untyped: whether the file holds nothing but texts.
         labels: ``[n]`` 0 or 1, those of the same rows, if they are known.
 
@@ -178,11 +176,8 @@ def _often(sample: pa.Array) -> str:
 def _find_integer(
     name: str, what: str, sample: pa.Array, labels: NDArray[np.uint8] | None
 ) -> InferredKind:
-    """Integers are ids or numbers, by their name, how many there are, and the labels.
-
-    Raises:
-        NoFeatureError: they only count the rows.
-    """
+    """Integers are ids or numbers, by their name, how many there are, and the labels; if they only
+    count the rows, nothing can be made of them."""
     present = sample.drop_null().to_numpy(zero_copy_only=False)
     distinct = np.unique(present)
     steps = np.diff(present.astype(np.int64))
@@ -309,10 +304,8 @@ def find_time_unit(values: NDArray[np.integer]) -> str | None:
 
 
 def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
-    """The kind of a column of numbers such as ``3,14`` or ``1.234,5``, or of which a few are odd.
-
-    None if most are others, or all are written plainly.
-    """
+    """The kind of a column of numbers such as ``3,14`` or ``1.234,5``, or of which a few are odd;
+    None if most are others, or all are written plainly."""
     texts = pc.utf8_trim_whitespace(texts)
     absent = pc.is_in(texts, pa.array(NUMBER_MISSING, texts.type))
     texts = texts.filter(pc.invert(absent)).drop_null()
@@ -339,11 +332,8 @@ def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
 
 
 def find_separator(texts: pa.Array) -> tuple[str | None, bool]:
-    """The separator between the entries of lists that are written as text.
-
-    Returns:
-        The separator, and whether these certainly are lists: the words of a title are none. With
-        ``[,]`` the texts have brackets, too.
+    """The separator between the entries of lists that are written as text, and whether these
+    certainly are lists: the words of a title are none. With ``[,]`` the texts have brackets, too.
     """
     texts = texts.drop_null()
     distinct = texts.unique()

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +19,10 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ...utils.documents import read_json
-from ..schema import HASHED, Categorical, Meta
+from ..schema import HASHED, META_FILE, Categorical, Meta
 from ..threads import map_in_order
 from .checks import note_features
 from .columns import Feature
-from .extend_ids import extend_ids
 from .keys import HexKeys, TextKeys
 from .numbers import (
     FLOAT32_MAX,
@@ -38,7 +38,7 @@ from .rates import Rates
 from .spill import SpilledBlock, entries_of, progress_bar
 from .splitting import Splitter, count_selected
 from .transform import Transform
-from .vocabulary import TEXT, Vocabulary, make_vocabulary, texts_of
+from .vocabulary import TEXT, Vocabulary, extend_ids, make_vocabulary, texts_of
 from .workspace import Workspace
 
 CHUNK_BYTES = 1 << 28  # of the values of blocks that are merged at a time
@@ -54,13 +54,14 @@ class EarlierIds:
     evict_after: int | None = None
     """See :func:`dlrm.data.prepare.extend_ids.extend_ids`."""
 
+    @cached_property
+    def meta(self) -> Meta:
+        """What describes the directory."""
+        return Meta.read(self.directory)
+
     @classmethod
     def given(cls, ids_of: str | Path | None, grow: bool, evict_after: int | None) -> Self | None:
-        """The earlier ids that options name; None if all ids are new.
-
-        Raises:
-            ValueError: an option needs another one.
-        """
+        """The earlier ids that options name, of which some need others; None if all ids are new."""
         if grow and ids_of is None:
             raise ValueError("--append-new needs --ids-of, the data whose ids come first")
         if evict_after is not None and not grow:
@@ -83,20 +84,12 @@ class Learner:
     """Whose ids are used; then numbers are known already."""
 
     def learn_all(self, *, progress: bool) -> tuple[Categorical, ...]:
-        """Learn all features.
+        """Learn all features, and return the categorical columns.
 
         Leaves the vocabularies in the workspace and the id of each dictionary entry of each block
         in ``ids/NUMBER``, int32, one block after another.
-
-        Returns:
-            The categorical columns.
-
-        Raises:
-            ValueError: no feature has a value in any training row, or a value has no id.
         """
         plan, every = self.transform.plan, []
-        if self.earlier is None and plan.weight is not None:
-            self.transform.mean_weight = self._mean_weight(plan.weight)
         with progress_bar("learn", "features", progress) as bar:
             bar.total = len(plan.features)
             # Two features at a time, whatever the number of cores, to bound the memory.
@@ -206,11 +199,8 @@ class Learner:
     def _learn_values(
         self, index: int, feature: Feature, vocabulary: Path
     ) -> tuple[Categorical, bool]:
-        """Give ids to the values of a category or list.
-
-        Returns:
-            The column, and whether no row that is counted has a value.
-        """
+        """Give ids to the values of a category or list. Returns the column, and whether no row that
+        is counted has a value."""
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
         with atomic_write(self.work / "ids" / str(index)) as temporary:
@@ -245,9 +235,8 @@ class Learner:
         return described, empty and self.earlier is None
 
     def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
-        """Add the positives of each id to a vocabulary, and keep the counts before these rows, or
-        those for each half of them with the other half.
-        """
+        """Add the positives of each id to a vocabulary. Keep the counts before these rows, or those
+        for each half of them with the other half."""
         made = Vocabulary.read(vocabulary)
         size, parts = len(made), 1 if self.splitter.in_order else 2
         counts, positives = np.zeros((2, parts * size), np.int64)
@@ -307,6 +296,13 @@ class Learner:
             hexadecimal=self.transform.plan.hexadecimal,
             data=earlier.directory,
         )
+        (described,) = (c for c in earlier.meta.categorical if c.name == name)
+        if len(made) != described.cardinality:
+            raise ValueError(
+                f"{earlier.directory / Meta.vocabulary_file(name)} can't be the vocabulary: it has "
+                f"{len(made)} rows, {META_FILE} says {described.cardinality}; prepare "
+                f"{earlier.directory} again"
+            )
 
         if earlier.grow:
             made, ids = extend_ids(
@@ -317,10 +313,6 @@ class Learner:
                 most=own.cap,
                 evict_after=earlier.evict_after,
             )
-            if len(made) > np.iinfo(np.int32).max:
-                raise ValueError(
-                    f"{name} would have {len(made):,} ids, at most 2^31 - 1 are possible"
-                )
         else:
             ids = made.find(values)
             if made.oov_id is not None:
@@ -363,22 +355,6 @@ class Learner:
                 chunk, size = [], 0
         if chunk:
             yield chunk
-
-    def _mean_weight(self, name: str) -> float:
-        """The mean of the weights of the training rows.
-
-        Raises:
-            ValueError: all are 0.
-        """
-        total, rows = 0.0, 0
-        for block in self.blocks:
-            weights = block.column(name).to_numpy()[self.splitter.training(block)]
-            total += float(weights.sum(dtype=np.float64))
-            rows += len(weights)
-        if not total:
-            message = f"column {name!r}: all training rows have weight 0; correct the weights"
-            raise ValueError(message)
-        return total / rows
 
 
 def _describe(

@@ -79,15 +79,8 @@ class FoundMarks:
 
 
 def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
-    """Find out how numbers are written, if they are not written plainly.
-
-    Args:
-        texts: those of a column, without white space around them, none missing.
-        share: of the texts that must be numbers.
-
-    Returns:
-        None if too few are, or all that are are plain.
-    """
+    """Find out how numbers are written, if not plainly; None if less than a ``share`` of the texts,
+    of which none is missing or has white space around it, are numbers."""
     wanted = share * len(texts)
     symbol = next(
         (s for s in SYMBOLS if len(texts) and _count(texts, re.escape(s)) >= wanted), None

@@ -81,21 +81,14 @@ class Preparation:
         output: str | os.PathLike[str],
         **options: Unpack[RunOptions],
     ) -> Meta:
-        """Prepare the rows.
+        """Prepare the rows, and return the contents of ``meta.json``.
 
         If it is killed and called again with the same arguments, it continues, and the results have
         the same bytes. No result gets its final name before the end.
 
-        Args:
-            output: directory for the results.
-            options: how the work is done.
-
-        Returns:
-            The contents of ``meta.json``.
-
         Raises:
-            ValueError: a row or value doesn't fit, there are no rows to train on, ``output`` holds
-                other data, or another process is preparing it.
+            ValueError: a row or value doesn't fit, there are no rows to train on, ``output``
+                holds other data, or another process is preparing it.
         """
         if self.earlier is not None:
             _require_usable(self.earlier, Path(output))
@@ -134,6 +127,8 @@ class Preparation:
         counts = count_classes(spilled, splitter, plan.label, plan.weight)
         require_both_classes(counts, plan, earlier=self.earlier is not None)
         note_weights(counts["train"])
+        if plan.weight is not None and self.earlier is None:
+            self.transform.mean_weight = counts["train"].mean_weight
 
         # What was learned, and the rows prepared by it.
         learner = Learner(
@@ -155,9 +150,8 @@ class Preparation:
         # Later rows have the numbers that a model of the earlier ones takes.
         own = fingerprint(work.directory, [column.name for column in categorical], self.rules())
         dense, extends = plan.dense_names, tuple[EarlierData, ...]()
-        if self.earlier is not None and (self.earlier.directory / META_FILE).is_file():
-            before = Meta.read(self.earlier.directory)
-            dense, extends = before.dense, before.extended_by(own)
+        if self.earlier is not None:
+            dense, extends = self.earlier.meta.dense, self.earlier.meta.extended_by(own)
         meta = Meta(
             label=plan.label,
             weight=plan.weight,
@@ -196,14 +190,11 @@ class Preparation:
 
 
 def _require_usable(earlier: EarlierIds, output: Path) -> None:
-    """Raise if results would replace the earlier data, or a run could not tell that they extend
-    it."""
+    """Raise if results would replace the earlier data, or no run could tell that they extend it."""
     ids_of = earlier.directory
     if ids_of.resolve() == output.resolve():
         raise ValueError(f"--ids-of {ids_of} is also the output; give another --output")
-    if earlier.grow and not (
-        (ids_of / META_FILE).is_file() and Meta.read(ids_of).fingerprint is not None
-    ):
+    if earlier.grow and earlier.meta.fingerprint is None:
         raise ValueError(
             f"--append-new: {ids_of} has no {META_FILE} with a fingerprint; prepare it again"
         )

@@ -57,11 +57,7 @@ class Rates:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, path: Path) -> Rates:
-        """The counts in the vocabulary of a file.
-
-        Raises:
-            ValueError: it has no positives.
-        """
+        """The counts in the vocabulary of a file, which must have positives."""
         if vocabulary.positives is None:
             raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
         counts, positives = vocabulary.counts, vocabulary.positives
@@ -71,11 +67,9 @@ class Rates:
         return cls(counts=counts, positives=positives, share=share, prior=prior, rows=rows)
 
     def numbers(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """The numbers of ``ids [n]``, both of the size that a network expects.
-
-        Returns:
-            ``[2, n]``: a quarter of log(1 + count), and how far the logit of the smoothed share of
-            positives is from that of all rows.
+        """The numbers of ``ids [n]``, both of the size that a network expects: ``[2, n]``, a
+        quarter of log(1 + count), and how far the logit of the smoothed share of positives is from
+        that of all rows.
         """
         return self._numbers(self.counts[ids], self.positives[ids], 1.0)
 
@@ -90,11 +84,7 @@ class Rates:
     def numbers_of_training(
         self, ids: NDArray[np.int32], labels: NDArray[np.uint8]
     ) -> NDArray[np.float32]:
-        """The numbers of the next training rows, ``[2, n]``, each of which counts for later ones.
-
-        Args:
-            ids, labels: of the rows, ``[n]``.
-        """
+        """The numbers ``[2, n]`` of the next training rows, each of which counts for later ones."""
         # Rows of an id next to each other: a running sum, less what it is at their first row.
         order = np.argsort(ids, kind="stable")
         place = np.arange(len(ids))
@@ -112,11 +102,7 @@ class Rates:
     def numbers_by_half(
         self, ids: NDArray[np.int32], halves: NDArray[np.bool_]
     ) -> NDArray[np.float32]:
-        """The numbers of training rows, ``[2, n]``, for each of which the other half counts.
-
-        Args:
-            ids, halves: of the rows, ``[n]``.
-        """
+        """The numbers of training rows, ``[2, n]``, for each of which the other half counts."""
         seen = self.counts.reshape(2, -1).sum(axis=1)[halves.astype(np.int8)]
         own = ids + len(self.counts) // 2 * halves.astype(np.int64)
         counts, positives = self.counts[own], self.positives[own]
@@ -124,12 +110,8 @@ class Rates:
 
 
 def prior_rows(counts: NDArray[np.int64], positives: NDArray[np.int64], share: float) -> float:
-    """The rows to add to those of each id, by how much the shares of positives differ.
-
-    Args:
-        counts, positives: rows and positives of each id, ``[V]``.
-        share: of positives among all rows.
-    """
+    """The rows to add to those of each id, by how much the shares of positives of ids differ from
+    ``share``, that of all rows."""
     often = counts > 1
     counts, positives = counts[often], positives[often]
     variance = share * (1 - share)
@@ -150,11 +132,8 @@ def append_rates(
     """Append the numbers of columns of ids to prepared rows.
 
     Args:
-        rows: the prepared rows.
-        rates: of each of the columns, by name.
         label: of training rows in order of time, the column of labels: these rows are counted.
         halves: of other training rows, the half that each is in, ``[n]``.
-        threads: columns at a time.
     """
 
     def numbers_of(feature: str) -> NDArray[np.float32]:

@@ -122,12 +122,8 @@ def spill_rows(
     workers: int,
     progress: bool,
 ) -> Spilled:
-    """Convert and spill all rows, unless an earlier run has already done so.
-
-    Raises:
-        ValueError: a row or value doesn't fit, and is not to be skipped; the error names the first
-            one.
-    """
+    """Convert and spill all rows, unless an earlier run has already done so. An error names the
+    first row that does not fit."""
 
     def spill(index: int, part: FilePart) -> tuple[SpilledBlock, int]:
         path = work / "blocks" / f"{index:06}.arrow"

@@ -31,12 +31,9 @@ LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row
 def write_splits(
     learner: Learner, categorical: Sequence[Categorical], *, workers: int, progress: bool
 ) -> tuple[Categorical, ...]:
-    """Write ``SPLIT.parquet`` of each split into the workspace, with what was learned.
-
-    A column of which a split has no value that was in the training rows is noted.
-
-    Returns:
-        The categorical columns; those of hashed ids with the number of different ones.
+    """Write ``SPLIT.parquet`` of each split into the workspace, with what was learned. Returns the
+    categorical columns; those of hashed ids with the number of different ones. A column of which a
+    split has no value that was in the training rows is noted.
     """
     blocks, plan, work = learner.blocks, learner.transform.plan, learner.work
     training_rates, rates = learner.rates()
@@ -90,7 +87,9 @@ def write_splits(
                     own = part[column]
                     ids.add((own.flatten() if pa.types.is_list(own.type) else own).to_numpy())
                 if name in unseen:
-                    unseen[name] = [c for c in unseen[name] if _all_unseen(c, part)]
+                    unseen[name] = [
+                        c for c in unseen[name] if (part[c.name].to_numpy() == c.oov_id).all()
+                    ]
             bar.update(sum(part.num_rows for part in parts))
 
     for split, columns in unseen.items():
@@ -104,11 +103,6 @@ def write_splits(
     return tuple(replace(column, values=counts.get(column.name)) for column in categorical)
 
 
-def _all_unseen(column: Categorical, rows: pa.RecordBatch) -> bool:
-    """Whether no value of a column was in the training rows."""
-    return bool((rows[column.name].to_numpy() == column.oov_id).all())
-
-
 def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:
     if isinstance(selection, slice):
         return rows.slice(selection.start, selection.stop - selection.start)
@@ -119,13 +113,8 @@ def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:
 def split_writer(
     path: Path, schema: pa.Schema, repeating: Sequence[str]
 ) -> Iterator[Callable[[pa.RecordBatch], None]]:
-    """Yield a function that writes batches to a Parquet file, in row groups of equal size.
-
-    Args:
-        path: the file, which is there when the block has succeeded.
-        schema: of the batches.
-        repeating: columns that get a dictionary.
-    """
+    """Yield a function that writes batches to a Parquet file, in row groups of equal size. Columns
+    that are ``repeating`` get a dictionary."""
     pending = schema.empty_table()
     with (
         atomic_write(path) as temporary,

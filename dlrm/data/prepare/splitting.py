@@ -21,14 +21,12 @@ Selection = slice | NDArray[np.bool_]
 
 
 def split_by_days(rows: Sequence[int]) -> dict[str, range]:
-    """The rows of each split under the reference protocol, numbered over all files.
+    """The rows of each split under the reference protocol, numbered over all files, by the rows of
+    each.
 
     All days but the last are for training. The first half of the last day is for test, the second
     for validation. A day is a file that has rows, or a seventh of the rows if there is a single
     such file (the rows left over go to training).
-
-    Args:
-        rows: rows of each file.
     """
     days = [count for count in rows if count]  # a limit may leave the last files unread
     total = sum(days)
@@ -97,15 +95,8 @@ def make_splitter(
     label: str,
     limits: tuple[float, float] | None = None,
 ) -> Splitter:
-    """The splitter of rows that have been read.
-
-    Args:
-        options: the options.
-        blocks: all rows.
-        rows: how many these are.
-        label: the column of labels.
-        limits: for ``time``: where validation and test begin, if that is given.
-    """
+    """The splitter of rows that have been read. For ``time``, ``limits`` are where validation and
+    test begin, if that is given."""
     train, val, _ = options.shares()
     if options.by == "rows":
         return Splitter(ranges=split_by_shares(rows, train, val))

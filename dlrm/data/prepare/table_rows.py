@@ -49,11 +49,7 @@ class TableRows:
         return [file.record() for file in self._opened]
 
     def parts(self, block_bytes: int) -> Iterator[FilePart]:
-        """Yield all rows, in parts that depend on the content of the files only.
-
-        Raises:
-            ValueError: a file is empty, cut off or damaged.
-        """
+        """Yield all rows, in parts that depend on the content of the files only."""
         left = self.limit
         for file in self.files:
             if left == 0:
@@ -68,11 +64,7 @@ class TableRows:
         self, part: FilePart, *, skip_bad: bool
     ) -> Converted[tuple[pa.RecordBatch, pa.RecordBatch]]:
         """The rows of a part, as :func:`dlrm.data.prepare.convert.convert_rows` returns them, and
-        the columns that are kept as they are.
-
-        Raises:
-            BadRow: a row does not fit, and it is not to be skipped.
-        """
+        the columns that are kept as they are."""
         if skip_bad:
             return convert_good_rows(part, self.types, self._converted)
         raw = part.parse(self.types)
@@ -90,20 +82,14 @@ def map_parts(
     block_bytes: int,
     workers: int,
 ) -> Iterator[tuple[FilePart, Result, int]]:
-    """Yield ``function`` of each part in order, computed in threads.
-
-    Args:
-        source: the rows.
-        function: of the number of the part and the part; returns a result and the number of rows.
-        block_bytes: size of the blocks that text is read in.
-        workers: threads.
+    """Yield ``function`` of each part and its number in order, computed in threads.
 
     Yields:
         The part, its result, and the number of rows of its file that come before it.
 
     Raises:
-        ValueError: a row or value doesn't fit; the error names the file, the row, counted from 1
-            without a header, and the column.
+        ValueError: a row or value doesn't fit; the error names the file, the row, counted from
+            1 without a header, and the column.
     """
 
     def work(numbered: tuple[int, FilePart]) -> tuple[FilePart, Result | BadRow, int]:
@@ -130,15 +116,6 @@ def convert_good_rows(
 
     A part without bad rows takes no more time than otherwise. Another one is converted again for
     each sort of fault, not for each bad row.
-
-    Args:
-        part: the rows.
-        types: of the columns to read.
-        convert: converts raw columns.
-
-    Raises:
-        BadRow: it is no row in particular that doesn't fit.
-        ValueError: the part cannot be cut into rows.
     """
     try:
         raw = part.parse(types)

@@ -63,10 +63,8 @@ class CsvPart(TextBlock):
         """The columns with the names of ``types``.
 
         If a value does not fit its type, all columns are returned as texts, so that whoever
-        converts them can say which value it is.
-
-        Raises:
-            ValueError: a row has too few or too many fields, or is not UTF-8; the error names it.
+        converts them can say which value it is. A row with too few or too many fields, or not in
+        UTF-8, is named.
         """
         try:
             return self._read(types)
@@ -76,11 +74,7 @@ class CsvPart(TextBlock):
             return rows.take(np.arange(rows.count))
 
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
-        """The same, row by row.
-
-        Raises:
-            ValueError: there are no rows that can be told apart.
-        """
+        """The same, row by row, if rows can be told apart."""
         texts, positions, bad = self._texts
         texts = texts.select(list(types))
 
@@ -98,10 +92,8 @@ class CsvPart(TextBlock):
     def infer(
         self, *, skip_bad: bool = False, types: Mapping[str, pa.DataType] | None = None
     ) -> pa.RecordBatch:
-        """All columns, with the types that pyarrow finds, or those of ``types``.
-
-        Bad rows can be left out.
-        """
+        """All columns, with the types that pyarrow finds, or those of ``types``. Bad rows can be
+        left out."""
         try:
             return self._read(types, (lambda _: "skip") if skip_bad else None)
         except pa.ArrowInvalid as error:
@@ -182,11 +174,7 @@ class JsonPart(TextBlock):
     """Whole lines of JSON."""
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
-        """The columns with the names of ``types``; one that a row doesn't name is null there.
-
-        Raises:
-            ValueError: a line is not JSON, has another name, or a value of another type.
-        """
+        """The columns with the names of ``types``; one that a row doesn't name is null there."""
         return _parse_json(self.data, types)
 
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
@@ -204,12 +192,12 @@ class JsonPart(TextBlock):
         while True:
             try:
                 return _read_json(data, None)
-            except pa.ArrowInvalid as error:
-                row, error = _first_bad_line(data, None, error)
+            except pa.ArrowInvalid:
+                lines = _lines(data)
+                row, problem = _first_bad_line(lines, None)
                 if not skip_bad:
-                    raise BadRow([row], f"{_plain(error)}; correct the row") from None
+                    raise BadRow([row], f"{problem}; correct the row") from None
             # The types are those of the lines before the first bad one.
-            lines = _lines(data)
             before = _read_json(b"".join(lines[:row]), None).schema if row else pa.schema([])
             bad = {row, *_misfits(lines, dict(zip(before.names, before.types, strict=True)))}
             data = b"".join(line for i, line in enumerate(lines) if i not in bad)
@@ -222,12 +210,8 @@ def _raise_first(bad: Sequence[BadRow]) -> None:
 
 
 def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
-    """A function that finds where the last whole row ends: a field in quotes may hold line ends.
-
-    Returns:
-        A function of a buffer that begins with a row, and of a position in it; it returns the end
-        of the last row before the position, 0 if there is none.
-    """
+    """A function that finds where the last whole row of a buffer, which begins with a row, ends
+    before a position, 0 if there is none: a field in quotes may hold line ends."""
     after = np.frombuffer(f'{delimiter}\r\n"'.encode(), np.uint8)
     field = re.compile(rb'(?:^|(?<=[%b\n\r]))"(?:[^"]|"")*(?:"|\Z)' % re.escape(delimiter.encode()))
 
@@ -275,23 +259,21 @@ def _parse_json(data: bytes, types: Mapping[str, pa.DataType]) -> pa.RecordBatch
         return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
     try:
         return _read_json(data, types)
-    except pa.ArrowInvalid as error:
-        row, error = _first_bad_line(data, types, error)
+    except pa.ArrowInvalid:
         lines = _lines(data)
+        row, problem = _first_bad_line(lines, types)
 
         def read(start: int, stop: int) -> pa.RecordBatch:
             return _read_json(b"".join(lines[start:stop]), types)
 
         rows = dict.fromkeys([row, *(_misfits(lines, types) or failing(len(lines), read))])
-        problem = f"{_plain(error)}; correct the row, or the kind of the column"
+        problem += "; correct the row, or the kind of the column"
         raise BadRow(rows, problem) from None
 
 
 def _misfits(lines: Sequence[bytes], types: Mapping[str, pa.DataType]) -> list[int]:
-    """The lines that certainly are no JSON, or have a text for a number, a list for a text...
-
-    They are found much faster than by reading some lines at a time with pyarrow.
-    """
+    """The lines that certainly are no JSON, or have a text for a number, a list for a text... They
+    are found much faster than by reading some lines at a time with pyarrow."""
     # The classes of Python that the value of a column may have.
     fitting: dict[str, tuple[type, ...]] = {}
     for name, kind in types.items():
@@ -350,25 +332,21 @@ def _not_utf8(rows: pa.RecordBatch, positions: NDArray[np.int64]) -> Iterator[tu
 
 
 def _first_bad_line(
-    data: bytes, types: Mapping[str, pa.DataType] | None, error: pa.ArrowInvalid
-) -> tuple[int, pa.ArrowInvalid]:
-    """The first line that can't be read, and its error: half of the lines at a time."""
-    lines = _lines(data)
-    low, high = 0, len(lines)
-    while high - low > 1:
-        middle = (low + high) // 2
+    lines: Sequence[bytes], types: Mapping[str, pa.DataType] | None
+) -> tuple[int, str]:
+    """The first line that can't be read after those before it, and why."""
+    why = ""
+
+    def read(_: int, stop: int) -> None:
+        nonlocal why
         try:
-            # Without types, a line may be wrong only next to the ones before it.
-            _read_json(b"".join(lines[low if types else 0 : middle]), types)
-            low = middle
-        except pa.ArrowInvalid as wrong:
-            high, error = middle, wrong
-    return low, error
+            _read_json(b"".join(lines[:stop]), types)
+        except pa.ArrowInvalid as error:
+            why = " ".join(str(error).removeprefix("JSON parse error: ").split())
+            raise
 
-
-def _plain(error: pa.ArrowInvalid) -> str:
-    text = " ".join(str(error).removeprefix("JSON parse error: ").split())
-    return re.sub(r"\.? in row \d+$", "", text)  # of what was read at a time
+    row = next(failing(len(lines), read))
+    return row, re.sub(r"\.? in row \d+$", "", why)  # of what was read at a time
 
 
 def _only_batch(table: pa.Table) -> pa.RecordBatch:

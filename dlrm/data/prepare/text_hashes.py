@@ -18,11 +18,8 @@ def hash_values(values: pa.Array, buckets: int) -> pa.Array:
 
 
 def hashed_ids(values: pa.Array) -> NDArray[np.int64]:
-    """The id of each value where ids are hashes, in ``[0, 2^63 - 1)``.
-
-    Args:
-        values: texts; or the integer keys of hex digits, which are hashes already.
-    """
+    """The id of each value where ids are hashes, in ``[0, 2^63 - 1)``: texts, or the integer keys
+    of hex digits, which are hashes already."""
     if pa.types.is_integer(values.type):
         keys = values.to_numpy()
         return np.where(keys == MISSING, 1 << 32, keys)

@@ -116,10 +116,10 @@ class Transform:
         """Prepare converted rows.
 
         Args:
-            rows: what :func:`dlrm.data.prepare.convert.convert_rows` returned. Numbers in float32
-                are scaled already.
-            ids: for categories and lists, the ids of the entries of the dictionary, if they have
-                been looked up already.
+            rows: what :func:`dlrm.data.prepare.convert.convert_rows` returned. Numbers in
+                float32 are scaled already.
+            ids: for categories and lists, the ids of the entries of the dictionary, if they
+                have been looked up already.
         """
         columns: dict[str, pa.Array] = {}
         there = set(rows.schema.names)
@@ -134,7 +134,9 @@ class Transform:
         for feature in self.plan.dense:
             numbers = rows[feature.name]
             if numbers.type != pa.float32():
-                values = self._age(feature, numbers.to_numpy())
+                values = numbers.to_numpy()
+                if feature.part == "age":  # 0 if later than the training rows
+                    values = np.maximum(self.newest[feature.name] - values, 0)
                 numbers = pa.array(self.scalings[feature.name].apply(values))
             columns[feature.name] = numbers
         for feature in self.plan.categorical:
@@ -147,12 +149,6 @@ class Transform:
         columns |= passed
         made = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
         return append_rates(made, self.rates)
-
-    def _age(self, feature: Feature, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The age of times, 0 if they are later than the training rows; other numbers as is."""
-        if feature.part != "age":
-            return values
-        return np.maximum(self.newest[feature.name] - values, 0)
 
     def _ids(
         self,
@@ -345,12 +341,8 @@ class Transform:
 
 
 def transform_files(directory: str | os.PathLike[str]) -> list[Path]:
-    """The files of a prepared directory, relative to it, that :meth:`Transform.load` needs.
-
-    Raises:
-        FileNotFoundError: the directory has no ``meta.json``.
-        ValueError: the data was not made from raw rows.
-    """
+    """The files of a prepared directory, relative to it, that :meth:`Transform.load` needs, and
+    errors as there."""
     files = [Path(META_FILE)]
     if (Path(directory) / TRANSFORM_FILE).is_file():
         files.append(Path(TRANSFORM_FILE))

@@ -37,17 +37,8 @@ DAY = 86_400_000_000  # microseconds
 def numbers(
     array: pa.Array, name: str, marks: Marks | None = None, missing: Sequence[str] = ()
 ) -> NDArray[np.float64]:
-    """``[n]`` numbers; a missing one is NaN.
-
-    Args:
-        array: the column.
-        name: its name.
-        marks: how numbers are written that are texts; None: plainly, or with an exponent.
-        missing: more texts that stand for a missing number than those that always do.
-
-    Raises:
-        BadValue: a text is not a number, or a number is infinite.
-    """
+    """``[n]`` numbers; a missing one is NaN, and so are the texts ``missing`` besides those that
+    always are. The ``marks`` say how numbers are written; None: plainly, or with an exponent."""
     array = decoded(array)
     kind = array.type
     if is_text(kind):
@@ -68,11 +59,7 @@ def numbers(
 
 
 def vectors(array: pa.Array, name: str, size: int) -> NDArray[np.float64]:
-    """``[size, n]`` numbers of lists; those of a missing list are NaN.
-
-    Raises:
-        BadValue: a list has another number of entries, or an entry is infinite.
-    """
+    """``[size, n]`` numbers of lists of ``size`` entries; those of a missing list are NaN."""
     found = np.full((size, len(array)), np.nan)
     if array.type == pa.null():
         return found
@@ -96,15 +83,8 @@ def times(
 ) -> NDArray[np.int64]:
     """``[n]`` microseconds since 1970 by the clock of the place; ``MISSING_TIME`` if missing.
 
-    Args:
-        array: timestamps, dates, texts, or numbers.
-        name: name of the column.
-        missing: texts that stand for a missing value.
-        form: of texts that are not ISO 8601, as in ``strptime``.
-        unit: of numbers: s, ms or us.
-
-    Raises:
-        BadValue: a text is not a time of this form.
+    The column holds timestamps, dates, texts in ISO 8601 or a ``form`` as in ``strptime``, or
+    numbers of a ``unit``: s, ms or us.
     """
     array = decoded(array)
     if form is not None and is_number(array.type):  # such as 14102123 for %y%m%d%H
@@ -149,11 +129,7 @@ def time_part(moments: NDArray[np.int64], part: str) -> pa.Array:
 
 
 def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[np.float32]:
-    """``[n]`` sample weights; see :func:`numbers`.
-
-    Raises:
-        BadValue: a weight is missing, negative, or beyond float32.
-    """
+    """``[n]`` sample weights, 0 or more, none missing; see :func:`numbers`."""
     found = numbers(array, name, marks)
     with np.errstate(over="ignore"):
         narrow = found.astype(np.float32)
@@ -171,11 +147,7 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def encoded(array: pa.Array, name: str) -> pa.Array:
-    """The column with a dictionary.
-
-    Raises:
-        BadValue: a row holds several values.
-    """
+    """The column with a dictionary; rows must not hold several values."""
     if pa.types.is_nested(array.type):
         problem = f"it holds {array.type}, not single values"
         raise BadValue(name, [], f"{problem}; give one a row, or make it another kind")
@@ -199,11 +171,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_texts(values: pa.Array, name: str) -> pa.Array:
-    """Distinct values as texts.
-
-    Raises:
-        BadValue: bytes are not UTF-8, or values of this type are no texts.
-    """
+    """Distinct values as texts, which bytes must be in UTF-8."""
     kind = values.type
     if pa.types.is_floating(kind):
         values = pc.if_else(pc.is_nan(values), pa.scalar(None, kind), values)
@@ -293,12 +261,8 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
 
 
 def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
-    """The positions of values that cannot be converted, from the first one on.
-
-    Args:
-        count: of the values.
-        convert: converts those from one position to another; it raises if any of them cannot be.
-    """
+    """The positions of values that cannot be converted, from the first one on. ``convert`` takes
+    those from one position to another, and raises if any of them cannot be."""
     waiting = [(0, count)]
     while waiting:
         start, stop = waiting.pop()
@@ -313,13 +277,8 @@ def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
 
 
 def _all_failing(array: pa.Array, convert: Callable[[pa.Array], object], likely: str) -> list[int]:
-    """The positions of all values that ``convert`` refuses.
-
-    Args:
-        array: the values, of which many may be equal.
-        convert: raises an error if it can't convert any of some values.
-        likely: a pattern of all values that it can convert; others are refused without a try.
-    """
+    """The positions of all values that ``convert`` refuses, of which many may be equal. All that it
+    can convert match the pattern ``likely``; others are refused without a try."""
     encoded = array.dictionary_encode()
     values = encoded.dictionary
     candidates = pc.match_substring_regex(values, likely).to_numpy(zero_copy_only=False)

@@ -7,8 +7,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,14 +67,10 @@ class Vocabulary:
         return len(self.values)
 
     def ids(self, values: pa.Array, name: str) -> NDArray[np.int32]:
-        """The id of each of the ``values [n]``.
-
-        Args:
-            values: see :meth:`find`.
-            name: of the column, for errors.
+        """The id of each of the ``values [n]``, see :meth:`find`.
 
         Raises:
-            ValueError: there is a value without an id.
+            ValueError: there is a value without an id; it names the column.
         """
         ids = self.find(values)
         if self.oov_id is not None:
@@ -88,11 +83,8 @@ class Vocabulary:
         return ids
 
     def find(self, values: pa.Array) -> NDArray[np.int32]:
-        """The id of each of the ``values [n]``, -1 if it is not listed.
-
-        Args:
-            values: texts without nulls, or integer keys of hex digits.
-        """
+        """The id of each of the ``values [n]``, -1 if it is not listed: texts without nulls, or
+        integer keys of hex digits."""
         if pa.types.is_integer(values.type):
             return self._find_keys(values.to_numpy())
         values = values.cast(TEXT)
@@ -162,16 +154,8 @@ class Vocabulary:
     def read(
         cls, path: Path, *, hexadecimal: bool = False, data: object = "the data"
     ) -> Vocabulary:
-        """Read what :meth:`write` wrote.
-
-        Args:
-            path: the file.
-            hexadecimal: the values are hex digits.
-            data: what to prepare again if the file is damaged.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Read what :meth:`write` wrote. If the file is damaged, the error says to prepare ``data``
+        again."""
         schema = _schema(HEX if hexadecimal else TEXT)
         table = read_vocabulary(path, schema, data, further=(UNSEEN, POSITIVES))
         there = table.schema.names
@@ -229,13 +213,83 @@ def make_vocabulary(
     return Vocabulary(values=listed, counts=kept_counts, oov_id=oov_id), id_of_value
 
 
-def texts_of(values: pa.Array, null: int | None = None) -> pa.Array:
-    """Values as a vocabulary holds them, with a null inserted before one of them.
+def extend_ids(
+    old: Vocabulary,
+    values: pa.Array,
+    counts: NDArray[np.int64],
+    *,
+    min_count: int,
+    most: int | None = None,
+    evict_after: int | None = None,
+) -> tuple[Vocabulary, NDArray[np.int32]]:
+    """Give ids to the values of later rows that have none.
+
+    A value is evicted only when a new one needs its id. The values that were unseen the longest go
+    first, and among equals those with the largest id, which are the rarest. When none is left, new
+    values get the ids after the last one. So no id is without a value, a value that is kept keeps
+    its id, and tables never shrink. The counts of evicted values, and of all without an id, are
+    added to those of ``oov_id``, whose id is never given away; without it, no value is evicted.
 
     Args:
-        values: ``[n]`` texts, or integer keys of hex digits.
-        null: the position of the null, if there is to be one.
+        values: ``[n]`` distinct texts or keys, in rising order.
+        counts: ``[n]`` occurrences in the new training rows, perhaps 0, which are added to the
+            old ones.
+        min_count: occurrences that a new value needs.
+        most: the number of ids that there may be.
+        evict_after: preparations, at least 1, that a value must have been unseen for to be
+            evicted, this one included; None to evict none.
+
+    Returns:
+        The extended vocabulary, and the id ``[n]`` of each value; -1 if it has none.
     """
+    size, oov_id, listed = len(old), old.oov_id, old.find(values)
+    unseen = np.ones(size, np.int32) if old.unseen is None else old.unseen + np.int32(1)
+    unseen[listed[(counts > 0) & (listed >= 0)]] = 0
+    if oov_id is not None:
+        unseen[oov_id] = 0
+
+    # New values, and the ids that are free for them: those of evicted values, then further ones.
+    new = np.flatnonzero((listed < 0) & (counts >= min_count))
+    new = new[np.argsort(-counts[new], kind="stable")]
+    free = np.flatnonzero(unseen >= evict_after)[::-1] if evict_after else np.empty(0, np.int64)
+    free = free[np.argsort(-unseen[free], kind="stable")][: len(new)]
+    grown = size + len(new) - len(free)
+    if most is not None:
+        grown = max(size, min(grown, most))
+    given = np.concatenate([free, np.arange(size, grown)]).astype(np.int32)
+    new = new[: len(given)]
+
+    # What becomes of the counts and of values that have lost their ids.
+    total = np.pad(old.counts, (0, grown - size))
+    ids = listed.copy()
+    if len(free):
+        total[oov_id] += total[free].sum()
+        total[free] = 0
+        ids[np.isin(listed, free)] = -1  # in rows that are not for training
+    ids[new] = given
+    if oov_id is not None:
+        ids[ids < 0] = oov_id
+    np.add.at(total, ids[ids >= 0], counts[ids >= 0])
+    unseen = np.pad(unseen, (0, grown - size))
+    unseen[given] = 0
+
+    # Each id has its old value, or one of the new ones, which come after all old ones.
+    source = np.arange(grown)
+    source[given] = size + np.arange(len(new))
+    added = texts_of(values.take(pa.array(new))).cast(old.values.type)
+    extended = Vocabulary(
+        values=pa.concat_arrays([old.values, added]).take(pa.array(source)),
+        counts=total,
+        oov_id=oov_id,
+        unseen=unseen,
+        positives=None if old.positives is None else np.pad(old.positives, (0, len(new)))[source],
+    )
+    return extended, ids
+
+
+def texts_of(values: pa.Array, null: int | None = None) -> pa.Array:
+    """Values, texts or integer keys of hex digits, as a vocabulary holds them; if a position is
+    given, with a ``null`` inserted there."""
     integers = pa.types.is_integer(values.type)
     texts = hex_strings(values.to_numpy()) if integers else values.cast(TEXT)
     if null is None:
@@ -250,37 +304,17 @@ def _schema(text: pa.DataType) -> pa.Schema:
 def read_vocabulary(
     path: Path, schema: pa.Schema, data: object = "the data", further: Sequence[pa.Field] = ()
 ) -> pa.Table:
-    """Read columns of a vocabulary file.
-
-    Args:
-        path: the file.
-        schema: the columns.
-        data: what to prepare again if the file is damaged.
-        further: columns that it may have, too.
+    """Read columns of a vocabulary file, and ``further`` ones that it may have.
 
     Raises:
-        ValueError: the file cannot be read, or has other columns.
+        ValueError: the file cannot be read, or has other columns; prepare ``data`` again.
     """
-    with _opened(path, data) as file:
-        there = set(file.schema_arrow.names)
-        schema = pa.schema([*schema, *(column for column in further if column.name in there)])
-        table = file.read(columns=schema.names)
-        return whole_table(table, file.metadata.num_rows).cast(schema)
-
-
-def vocabulary_size(path: Path, data: object = "the data") -> int:
-    """The number of ids, from the footer of a vocabulary file; errors as of
-    :func:`read_vocabulary`."""
-    with _opened(path, data) as file:
-        return int(file.metadata.num_rows)
-
-
-@contextmanager
-def _opened(path: Path, data: object) -> Iterator[pq.ParquetFile]:
-    """Open a vocabulary file; errors in the block name it, and what to prepare again."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
+            there = set(file.schema_arrow.names)
+            schema = pa.schema([*schema, *(column for column in further if column.name in there)])
+            table = file.read(columns=schema.names)
+            return whole_table(table, file.metadata.num_rows).cast(schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise ValueError(
             f"{path} can't be read as a vocabulary ({reason(error)}); prepare {data} again"

@@ -116,16 +116,15 @@ def write(
     meta_file: str = META_FILE,
     **recipe: Any,
 ) -> Meta:
-    """Write a synthetic data set into ``directory``; on an error, nothing is left behind.
+    """Write a synthetic data set into ``directory``, which may exist if it is empty; on an error,
+    nothing is left behind.
 
     Parquet files are like those of ``prepare_criteo`` with the transform log(x + 1): ids are in
     order of falling frequency, and "missing" has its rank among them.
 
     Args:
-        directory: directory to create; it may exist if it is empty.
         progress: called with the number of rows just written, by several threads.
         writer: writes the rows in another format.
-        meta_file: name of the meta file.
         recipe: options of the data, those of :class:`Recipe`.
 
     Returns:

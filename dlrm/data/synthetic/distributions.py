@@ -149,14 +149,8 @@ class PermutedUniforms:
 
     The permutation is a Feistel network on pairs of digits to the base ``ceil(sqrt(rows))``, with
     four rounds of random tables. It is applied again to results beyond the last row until they are
-    in range (cycle walking).
-
-    Args:
-        rows: number of rows of the whole data set.
-        jitter: for each stream ``[S]``, whether to shift its numbers off the even grid at random,
-            so values rarer than one row do not form a regular pattern.
-        seed: seed of the tables.
-        device: device of the numbers.
+    in range (cycle walking). With ``jitter``, the numbers of a stream are shifted off the even grid
+    at random, so values rarer than one row do not form a regular pattern.
 
     Reference: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
     """

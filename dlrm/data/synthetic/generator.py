@@ -35,20 +35,8 @@ class GeneratedRows:
 
 
 class Generator:
-    """Generates any range of rows of a data set.
-
-    The rows depend on all arguments except ``device``.
-
-    Args:
-        dense: distributions of the dense columns.
-        categorical: distributions of the categorical columns.
-        rows: number of rows of the whole data set.
-        seed: seed of everything random.
-        auc: expected AUC of the label model.
-        positives: expected share of label 1.
-        device: device that generates the rows.
-        drift: how much the effects of ids change over the rows, see ``LabelModel``.
-    """
+    """Generates any range of ``rows`` of a data set, which depend on all arguments except
+    ``device``; see :class:`~dlrm.data.synthetic.dataset.Recipe` for these."""
 
     def __init__(
         self,

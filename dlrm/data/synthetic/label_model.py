@@ -85,12 +85,9 @@ class LabelModel:
         self.thresholds = self.thresholds.to(device)
 
     def score(self, dense: Tensor, ids: Tensor, time: Tensor | None = None) -> Tensor:
-        """Logit before scale and bias, fixed point, int64 ``[B]``.
-
-        Args:
-            dense: values, 0 for missing and negative ones, int64 ``[N, B]``.
-            ids: int64 ``[F, B]``.
-            time: time of each row, -1 to 1 in fixed point, int64 ``[B]``; needed for a drift.
+        """Logit of rows before scale and bias, fixed point, int64 ``[B]``: of dense values ``[N,
+        B]``, 0 for missing and negative ones, ids ``[F, B]``, and for a drift the time ``[B]``, -1
+        to 1 in fixed point; all int64.
         """
         shared = ((ids * -0x61C8864680B583EB).bitwise_xor_(self.id_keys) >> 40) & (FREQUENT - 1)
         rare = (FREQUENT - 1 - ids) >> 63  # all bits set for a rare id
@@ -115,13 +112,8 @@ class LabelModel:
         return ((noise >> 32) < self.thresholds.index_select(0, bins)).to(torch.uint8)
 
     def fit(self, scores: Tensor, *, auc: float, positives: float) -> None:
-        """Set scale and bias such that pilot rows have the given AUC and share of positives.
-
-        Args:
-            scores: ``score`` of the pilot rows, int64 ``[B]``.
-            auc: expected AUC of the true probabilities.
-            positives: expected share of label 1.
-        """
+        """Set scale and bias such that pilot rows, with these scores int64 ``[B]``, have the given
+        expected AUC of the true probabilities and share of positives."""
         values = np.sort(scores.cpu().numpy()) / (1 << POINT)
         mean = values.mean()
         values -= mean
@@ -180,15 +172,10 @@ def expected_auc(probability: np.ndarray) -> float:
 
 
 def best_metrics(counts: np.ndarray, probabilities: np.ndarray) -> Mapping[str, float]:
-    """Metrics of the true probabilities on the drawn labels.
-
-    Args:
-        counts: number of rows by label and probability, ``[2, BINS]``.
-        probabilities: in ascending order, ``[BINS]``.
-
-    Returns:
-        ``auc``, ``log_loss``, ``normalized_entropy``, ``accuracy`` and ``positives`` (a share);
-        an empty mapping if all rows have one label.
+    """Metrics of the true ``probabilities [BINS]``, in ascending order, on the drawn labels, of
+    which ``counts [2, BINS]`` says how many rows have each: ``auc``, ``log_loss``,
+    ``normalized_entropy``, ``accuracy`` and ``positives`` (a share). An empty mapping if all rows
+    have one label.
     """
     negative, positive = counts.astype(np.float64)
     rows, positives = counts.sum(), positive.sum()

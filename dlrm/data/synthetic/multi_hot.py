@@ -32,15 +32,8 @@ GROUP_ROWS = 1 << 17  # rows of a row group of one-hot rows
 
 
 def draw_bags(ids: Tensor, cardinality: int, bag_size: int, *, feature: int, seed: int) -> Tensor:
-    """The bags of ``ids [B]``: each id and ``bag_size - 1`` others, int32 ``[B, bag_size]``.
-
-    Args:
-        ids: in [0, cardinality), int64.
-        cardinality: rows of the table, at most 2^31.
-        bag_size: ids of a bag, at least 1.
-        feature: number of the feature; features have different draws.
-        seed: seed of the draws.
-    """
+    """The bags of ``ids [B]``, int64: each id and ``bag_size - 1`` others below ``cardinality``, at
+    most 2^31; int32 ``[B, bag_size]``. Each ``feature`` has draws of its own."""
     key = mix(mix(mix(torch.tensor(seed)) + STREAM) + feature).to(ids.device)
     bags = torch.empty((len(ids), bag_size), dtype=torch.int32, device=ids.device)
     bags[:, 0] = ids
@@ -56,11 +49,7 @@ def with_bag_sizes(
     tables: Sequence[Categorical], bag_sizes: Sequence[int]
 ) -> tuple[Categorical, ...]:
     """Turn one-hot columns into columns with bags; with bags of one id, a column stays one-hot.
-
-    Raises:
-        ValueError: there is no size for a column, a size is below 1, or a column is multi-hot or
-            has a table of more than 2^31 rows.
-    """
+    There must be a size of 1 or more for each, and no more than 2^31 ids."""
     if len(bag_sizes) != len(tables):
         raise ValueError(
             f"there are {len(bag_sizes)} bag sizes for {len(tables)} categorical columns; give one "

@@ -49,10 +49,8 @@ Writer = Callable[[Path, Job], Written]
 
 def write_parquet(directory: Path, job: Job) -> Written:
     """Write the splits as Parquet, several files at a time; with bags where tables have them.
-
-    Returns:
-        The splits by name, and for each split the number of rows by label and true probability,
-        ``[2, BINS]``.
+    Returns the splits by name, and for each the number of rows by label and true probability, ``[2,
+    BINS]``.
     """
     size = group_rows(job.tables) * FILE_GROUPS
     parts = [

@@ -110,7 +110,7 @@ def test_files_that_cannot_be_read(tmp_path):
         prepare(path, tmp_path)
     whole = gzip.compress("\n".join(GOOD * 50).encode())
     (tmp_path / "cut.csv.gz").write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"cut.csv.gz: gzip member 1, .* damaged or cut off"):
+    with pytest.raises(ValueError, match=r"cut.csv.gz: .* damaged or cut off before byte "):
         prepare(tmp_path / "cut.csv.gz", tmp_path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"x.parquet is not a complete Parquet file"):
@@ -132,7 +132,7 @@ def test_columns_that_are_not_as_they_should_be(tmp_path):
     with pytest.raises(ValueError, match=r"b.csv has no column 'city', but .*a.csv has one"):
         prepare([path, other], tmp_path)
     more = write(tmp_path / "c.csv", ["label,price,city,more", "1,2,a,b"])
-    with pytest.raises(ValueError, match=r"c.csv has a column 'more', but .*a.csv has none"):
+    with pytest.raises(ValueError, match=r"a.csv has no column 'more', but .*c.csv has one"):
         prepare([path, more], tmp_path)
     twice = write(tmp_path / "d.csv", ["label,price,price", "1,2,a"])
     with pytest.raises(ValueError, match=r"d.csv has 2 columns named 'price'"):
