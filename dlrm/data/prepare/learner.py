@@ -52,7 +52,7 @@ class EarlierIds:
     grow: bool = False
     """Whether values of the training rows that it does not list get ids too."""
     evict_after: int | None = None
-    """See :func:`dlrm.data.prepare.extend_ids.extend_ids`."""
+    """See :func:`dlrm.data.prepare.vocabulary.extend_ids`."""
 
     @cached_property
     def meta(self) -> Meta:
