@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
+from dlrm.data.loader import BatchLoader, Reading
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Categorical, Meta, Split
+from dlrm.data.shuffle import Shard
 from dlrm.distributed.world import World
 from dlrm.training.checkpoint import Parts, read_index
 from dlrm.training.checkpoint.index import Index
@@ -117,6 +120,15 @@ def write_split(
     meta = Meta(dense=tuple(dense), categorical=tuple(tables), splits=splits, **described)
     meta.write(directory)
     return meta
+
+
+def open_loader(directory: Path, split: str = "train", **options: Any) -> BatchLoader:
+    """Open a loader, with the options of its shard and its reading next to all others."""
+    parts = {}
+    for name, part in (("shard", Shard), ("reading", Reading)):
+        own = options.keys() & {field.name for field in fields(part)}
+        parts[name] = part(**{option: options.pop(option) for option in own})
+    return BatchLoader(directory, split, **parts, **options)
 
 
 def plan_rows(rows: Any, /, **options: Any) -> tuple[list[RawFile], ColumnPlan]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,9 @@ from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import (
     ORDER_BYTES,
+    Shard,
     ShuffleGroup,
+    require_positive,
     shuffle_groups,
     shuffle_memory,
     windows_within,
@@ -37,6 +39,29 @@ from dlrm.utils.cpus import cpu_count
 ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows, on a CPU
 BYTES_AT_ONCE = 16 << 20
 """Of rows that are gathered together on a GPU, as launches take longer than what they copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the files of a split are read. Only the window changes the order of the rows."""
+
+    window: int | None = None
+    """Row groups that are shuffled together at most; 1 shuffles each on its own. By default all, or
+    if they take more than ``memory``, half, a quarter, an eighth..."""
+    memory: int | None = None
+    """Bytes that the rows may take if there is no ``window``; by default see :class:`BatchLoader`.
+    A resumed epoch keeps its windows."""
+    readers: int | None = None
+    """Threads that read and decode row groups; by default half of the cores, up to 8, or three
+    quarters, up to 12, if the batches go to a GPU."""
+    prefetch: int = 4
+    """Batches made ahead of the consumer if the CPU makes them, or runs of as many small ones as
+    have 4,096 rows."""
+    allow_outside: bool = False
+    """Whether ``meta.json`` may list files outside of the directory."""
+
+    def __post_init__(self) -> None:
+        require_positive(window=self.window, readers=self.readers, prefetch=self.prefetch)
 
 
 class BatchLoader:
@@ -67,23 +92,14 @@ class BatchLoader:
         batch_size: samples per batch and rank, B.
         shuffle: mix the rows, differently in each epoch; otherwise keep the order of the file.
         seed: seed of the shuffle, not negative.
-        rank: this process, in ``[0, world_size)``.
-        world_size: number of ranks.
+        shard: the part of each global batch that this process takes.
         drop_last: leave out the last global batch if it is short.
-        window: row groups that are shuffled together at most; 1 shuffles each on its own. By
-            default all, or if they take more than ``memory``, half, a quarter, an eighth...
-        memory: bytes that the rows of a split may take if there is no ``window``; by default see
-            above. A resumed epoch keeps its windows.
-        readers: threads that read and decode row groups; by default half of the cores, up to 8,
-            or three quarters, up to 12, if the batches go to a GPU.
-        prefetch: batches made ahead of the consumer if the CPU makes them, or runs of as many small
-            ones as have 4,096 rows.
+        reading: how the files are read.
         device: device of the batches. A CUDA device gets whole row groups from pinned memory and
             gathers the rows of batches itself, on a stream of its own, while earlier ones are in
             use.
         num_embeddings: rows of each table, against which ids are checked; by default the
             cardinalities in ``meta.json``.
-        allow_outside: whether ``meta.json`` may list files outside of the directory.
         negatives: share of the rows with label 0 that are read, chosen by ``seed``; see
             :func:`~dlrm.data.negatives.sample_negatives`.
 
@@ -108,53 +124,43 @@ class BatchLoader:
         batch_size: int,
         shuffle: bool = False,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        shard: Shard | None = None,
         drop_last: bool = False,
-        window: int | None = None,
-        memory: int | None = None,
-        readers: int | None = None,
-        prefetch: int = 4,
+        reading: Reading | None = None,
         device: torch.device | str = "cpu",
         num_embeddings: Sequence[int] | None = None,
-        allow_outside: bool = False,
         negatives: float = 1.0,
     ) -> None:
-        on_gpu = torch.device(device).type == "cuda"
-        if readers is None:
-            readers = max(1, min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2))
-
-        sizes = {"batch_size": batch_size, "world_size": world_size}
-        if window is not None:
-            sizes["window"] = window
-        for name, value in {**sizes, "readers": readers, "prefetch": prefetch}.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}, it must be in [0, world_size={world_size})")
+        shard, reading = shard or Shard(), reading or Reading()
+        require_positive(batch_size=batch_size)
         if seed < 0:
             raise ValueError(f"seed is {seed}, it must not be negative")
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"device is {device}, it must be cpu or cuda")
 
         # The files are opened, and their footers read.
-        self.meta = Meta.read(directory, allow_outside=allow_outside)
+        self.meta = Meta.read(directory, allow_outside=reading.allow_outside)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         row_groups = self._reader.row_groups(split)
         self._row_groups = sample_negatives(self._reader, row_groups, negatives, seed)
         self.rows = sum(row_group.rows for row_group in self._row_groups)
 
         self.split = split
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.batch_size, self.shard = batch_size, shard
+        self.global_batch = shard.world_size * batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.negatives = negatives
-        self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
-        self._on_gpu = on_gpu
-        self._fixed_window = window is not None
-        if window is None:
-            self.windows = self._default_windows(memory)
+        self.device = torch.device(device)
+        self._on_gpu = self.device.type == "cuda"
+
+        cores = cpu_count()
+        most = min(12, cores * 3 // 4) if self._on_gpu else min(8, cores // 2)
+        self.readers, self.prefetch = reading.readers or max(1, most), reading.prefetch
+        self._fixed_window = reading.window is not None
+        if reading.window is None:
+            self.windows = self._default_windows(reading.memory)
         else:
-            self.windows = -(-len(self._row_groups) // window)
+            self.windows = -(-len(self._row_groups) // reading.window)
 
         self._resident: ShuffleBuffer | None = None  # the only window, kept for the next epoch
         self.wait_seconds = 0.0
@@ -165,14 +171,14 @@ class BatchLoader:
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on every rank."""
-        batches, rest = divmod(self.rows, self.world_size * self.batch_size)
+        batches, rest = divmod(self.rows, self.global_batch)
         return batches + (rest > 0 and not self.drop_last)
 
     def samples(self, batches: int) -> int:
         """Number of samples in the first ``batches`` batches of a training, over all ranks."""
         epochs, rest = divmod(batches, len(self))
-        global_batch = self.world_size * self.batch_size
-        return epochs * min(self.rows, len(self) * global_batch) + rest * global_batch
+        size = self.global_batch
+        return epochs * min(self.rows, len(self) * size) + rest * size
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
@@ -276,14 +282,11 @@ class BatchLoader:
 
     def _shares(self, start: int) -> Iterator[tuple[int, int, int]]:
         """First row and last row + 1 of this rank in each global batch, and the batch's end."""
-        global_batch = self.world_size * self.batch_size
-        for first in range(start, self.rows, global_batch):
-            rows = min(global_batch, self.rows - first)
-            if rows < global_batch and self.drop_last:
+        for first in range(start, self.rows, self.global_batch):
+            rows = min(self.global_batch, self.rows - first)
+            if rows < self.global_batch and self.drop_last:
                 return
-            share, extra = divmod(rows, self.world_size)
-            mine = first + self.rank * share + min(self.rank, extra)
-            yield mine, mine + share + (self.rank < extra), first + rows
+            yield *self.shard.of(first, rows), first + rows
 
     def _iterate(self, start: int) -> Generator[Batch, None, None]:
         # The readers end first, which cancels what the assembler waits for.

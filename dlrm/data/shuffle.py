@@ -84,6 +84,36 @@ def shuffle_groups(
     return groups
 
 
+def require_positive(**sizes: int | None) -> None:
+    """Check options that are given."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}, it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The part of each global batch that a process takes."""
+
+    rank: int = 0
+    """This process, in ``[0, world_size)``."""
+    world_size: int = 1
+    """Number of ranks."""
+
+    def __post_init__(self) -> None:
+        require_positive(world_size=self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank is {self.rank}, it must be in [0, world_size={self.world_size})"
+            )
+
+    def of(self, first: int, rows: int) -> tuple[int, int]:
+        """Where its rows begin and end among ``rows`` from ``first`` on; some get one more."""
+        share, extra = divmod(rows, self.world_size)
+        start = first + self.rank * share + min(self.rank, extra)
+        return start, start + share + (self.rank < extra)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interleave:
     """The positions in a shuffle buffer of the rows of one row group.

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from dlrm.data.groups import Groups
-from dlrm.data.loader import BatchLoader
+from dlrm.data.loader import BatchLoader, Reading
 from dlrm.data.prepare.fingerprint import require_same_ids
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
@@ -60,7 +60,7 @@ class TrainedModel:
             device: where to evaluate.
             batch_size: samples per batch, or how many for a model. Default: as in the evaluations
                 of the run.
-            allow_outside: as for :class:`~dlrm.data.loader.BatchLoader`.
+            allow_outside: see :class:`~dlrm.data.loader.Reading`.
             last: of a run, take the latest checkpoint.
 
         Raises:
@@ -78,7 +78,7 @@ class TrainedModel:
             split,
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
-            allow_outside=allow_outside,
+            reading=Reading(allow_outside=allow_outside),
         )
         loader = open_loader(batch_size=size or used.eval_batch_size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 from dlrm.data.batch import Batch
 from dlrm.data.days import require_same_columns
 from dlrm.data.groups import Groups, read_groups
-from dlrm.data.loader import BatchLoader
+from dlrm.data.loader import BatchLoader, Reading
 from dlrm.data.schema import META_FILE, Meta
+from dlrm.data.shuffle import Shard
 from dlrm.distributed.world import World
 
 HELD_OUT = ("val", "test")
@@ -43,7 +45,7 @@ class RunLoaders(NamedTuple):
     group: str | None
     """Column to measure AUC by."""
     options: Mapping[str, Any]
-    """More arguments of ``BatchLoader``."""
+    """More arguments of ``BatchLoader`` and its ``Reading``."""
 
     def training(self, data: str, *, days: bool = False) -> BatchLoader | DayLoader:
         """The loader of the training rows of a prepared directory.
@@ -88,9 +90,15 @@ class RunLoaders(NamedTuple):
         return loader
 
     def _loader(self, data: str, split: str, batch_size: int, **options: Any) -> BatchLoader:
-        ranks = {"rank": self.world.rank, "world_size": self.world.size}
+        given = {**self.options, **options}
+        names = given.keys() & {field.name for field in fields(Reading)}
         return BatchLoader(
-            data, split, batch_size=batch_size, **{**ranks, **self.options, **options}
+            data,
+            split,
+            batch_size=batch_size,
+            shard=Shard(rank=self.world.rank, world_size=self.world.size),
+            reading=Reading(**{name: given.pop(name) for name in names}),
+            **given,
         )
 
 
@@ -176,8 +184,8 @@ class DayLoader:
         batches -= self._batches_before
         if batches > len(self._loader):
             return math.inf
-        size = self._loader.batch_size * self._loader.world_size
-        return self._samples_before + min(batches * size, self._loader.rows)
+        rows = min(batches * self._loader.global_batch, self._loader.rows)
+        return self._samples_before + rows
 
     def set_epoch(self, epoch: int) -> None:
         """Days are opened by :meth:`open`."""

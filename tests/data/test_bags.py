@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch, concatenate, fixed_bags, fixed_offsets
-from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta
-from tests.kit import combinations, write_split
+from tests.kit import combinations, open_loader, write_split
 
 ROWS = 700
 SIZES = (3, 1, 5)  # of the bags of H1, C1, H2
@@ -102,7 +101,7 @@ def test_every_row_has_its_bags(tmp_path, shuffle, window, batch_size):
         directory.mkdir()
         features = data(directory)
         options = {"batch_size": batch_size, "shuffle": shuffle, "window": window, "readers": 3}
-        loader = BatchLoader(directory, "train", **options)
+        loader = open_loader(directory, **options)
         for epoch in range(2):
             loader.set_epoch(epoch)
             batches = list(loader)
@@ -119,7 +118,7 @@ def test_every_row_has_its_bags(tmp_path, shuffle, window, batch_size):
 @pytest.mark.parametrize("known", [False, True])
 def test_fixed_bags_of_all_types_are_those_of_lists(tmp_path, kind, known):
     features = fixed(tmp_path, kind, bag_size=known)
-    for batch in BatchLoader(tmp_path, "train", batch_size=300, shuffle=True, window=4):
+    for batch in open_loader(tmp_path, batch_size=300, shuffle=True, window=4):
         check(batch, features)
         assert batch.bag_sizes == (SIZES if known else None)
         if known:
@@ -137,7 +136,7 @@ def test_flat_columns_and_bags_of_one_are_the_same(tmp_path):
         more = {"multi_hot": True, "bag_size": 1} if lists else {}
         tables = [Categorical(name=f"C{f}", cardinality=50, **more) for f in range(2)]
         write(tmp_path / name, tables, columns)
-    flat, bags = (BatchLoader(tmp_path / name, "train", **options) for name in ("flat", "lists"))
+    flat, bags = (open_loader(tmp_path / name, **options) for name in ("flat", "lists"))
     for one_hot, bag in zip(flat, bags, strict=True):
         assert torch.equal(one_hot.dense, bag.dense)
         assert torch.equal(one_hot.ids.flatten(), bag.ids)
@@ -149,17 +148,17 @@ def test_flat_columns_and_bags_of_one_are_the_same(tmp_path):
 def test_resumes_and_shares_among_ranks(tmp_path, data, window):
     data(tmp_path)
     options = {"shuffle": True, "window": window}
-    whole = list(BatchLoader(tmp_path, "train", batch_size=90, **options))
-    loader = BatchLoader(tmp_path, "train", batch_size=90, **options)
+    whole = list(open_loader(tmp_path, batch_size=90, **options))
+    loader = open_loader(tmp_path, batch_size=90, **options)
     iteration = iter(loader)
     for _ in range(4):
         next(iteration)
     state = json.loads(json.dumps(loader.state_dict()))
-    resumed = BatchLoader(tmp_path, "train", batch_size=90, **options)
+    resumed = open_loader(tmp_path, batch_size=90, **options)
     resumed.load_state_dict(state)
     same(list(resumed), whole[4:])
     ranks = [
-        BatchLoader(tmp_path, "train", batch_size=30, rank=rank, world_size=3, **options)
+        open_loader(tmp_path, batch_size=30, rank=rank, world_size=3, **options)
         for rank in range(3)
     ]
     shares = [concatenate(parts) for parts in zip(*ranks, strict=True)]
@@ -168,7 +167,7 @@ def test_resumes_and_shares_among_ranks(tmp_path, data, window):
 
 def test_a_resident_window_knows_the_lengths_of_every_epoch(tmp_path):
     features = ragged(tmp_path)
-    loader = BatchLoader(tmp_path, "train", batch_size=100, shuffle=True)
+    loader = open_loader(tmp_path, batch_size=100, shuffle=True)
     list(loader)
     for epoch in (1, 2):
         loader.set_epoch(epoch)
@@ -179,7 +178,7 @@ def test_a_resident_window_knows_the_lengths_of_every_epoch(tmp_path):
 def test_wide_ids_and_a_rank_without_rows(tmp_path):
     features = fixed(tmp_path, kind=2, rows=7, cardinality=4_000_000_000)
     for rank in range(3):
-        loader = BatchLoader(tmp_path, "train", batch_size=2, rank=rank, world_size=3)
+        loader = open_loader(tmp_path, batch_size=2, rank=rank, world_size=3)
         batches = list(loader)
         assert [batch.size for batch in batches] == [2, int(rank == 0)]
         for batch in batches:
@@ -194,7 +193,7 @@ def test_bags_of_another_length_are_named(tmp_path):
         write(tmp_path, [table], {"H1": column})
         message = r"column 'H1': row 0 has [01] ids, .* says bag_size 2; take bag_size out"
         with pytest.raises(ValueError, match=message):
-            list(BatchLoader(tmp_path, "train", batch_size=3))
+            list(open_loader(tmp_path, batch_size=3))
 
 
 @pytest.mark.parametrize("bad", [0, True, "3"])
@@ -229,8 +228,8 @@ def one_hot(directory):
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "window": 3}, {}])
 def test_bags_on_the_gpu(tmp_path, data, options):
     data(tmp_path)
-    host = BatchLoader(tmp_path, "train", batch_size=64, **options)
-    loader = BatchLoader(tmp_path, "train", batch_size=64, device="cuda", **options)
+    host = open_loader(tmp_path, batch_size=64, **options)
+    loader = open_loader(tmp_path, batch_size=64, device="cuda", **options)
     for epoch in range(2):
         host.set_epoch(epoch)
         loader.set_epoch(epoch)

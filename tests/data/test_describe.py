@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Meta
+from tests.kit import open_loader
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_described_files_are_read(shop, describe):
     assert [column.oov_id for column in meta.categorical] == [40, 9, 12]
     assert [column.multi_hot for column in meta.categorical] == [False, False, True]
     assert (meta.splits["train"].rows, meta.splits["train"].positives) == (400, 100)
-    (batch,) = BatchLoader(shop, "test", batch_size=200)
+    (batch,) = open_loader(shop, "test", batch_size=200)
     expected = frame(seed=2)
     np.testing.assert_array_equal(batch.dense[0], expected["price"].astype(np.float32))
     np.testing.assert_array_equal(batch.dense[1], expected["age"])
@@ -83,7 +83,7 @@ def test_bags_of_one_length_are_noticed(tmp_path, describe):
     describe(*given)
     meta = Meta.read(tmp_path)
     assert meta.lengths == (2, 2, None, None, None)
-    (batch,) = BatchLoader(tmp_path, "train", batch_size=3)
+    (batch,) = open_loader(tmp_path, batch_size=3)
     assert batch.offsets.diff().tolist() == [2] * 6 + [1, 2, 1] + [0] * 3 + [2, 0, 2]
     describe(*given, "b.parquet", "--overwrite")
     assert Meta.read(tmp_path).lengths == (2, None, None, None, None)
@@ -111,8 +111,8 @@ def test_files_elsewhere_are_read_only_on_request(shop, describe, tmp_path_facto
     with pytest.raises(
         ValueError, match=r"test\.parquet', which is not in .*--loader.allow_outside"
     ):
-        BatchLoader(shop, "test", batch_size=200)
-    (batch,) = BatchLoader(shop, "test", batch_size=200, allow_outside=True)
+        open_loader(shop, "test", batch_size=200)
+    (batch,) = open_loader(shop, "test", batch_size=200, allow_outside=True)
     np.testing.assert_array_equal(batch.labels, frame(seed=2)["clicked"])
 
 
@@ -269,14 +269,14 @@ def test_ids_that_the_training_rows_did_not_have(shop, tmp_path, describe):
     meta, trained = Meta.read(new), Meta.read(shop)
     assert meta.categorical == trained.categorical
     assert meta.label == "clicked"
-    (batch,) = BatchLoader(new, "test", batch_size=200, num_embeddings=trained.cardinalities)
+    (batch,) = open_loader(new, "test", batch_size=200, num_embeddings=trained.cardinalities)
     item = batch.ids[:200]
     assert item[3] == trained.categorical[0].oov_id == 40
     assert item[4] == later["item"][4]
     starts = batch.offsets[400:]
     assert batch.ids[starts[5] : starts[6]].tolist() == [3, 12]
     with pytest.raises(ValueError, match="outside the table of 30 rows"):
-        list(BatchLoader(new, "test", batch_size=200, num_embeddings=(30, 10, 13)))
+        list(open_loader(new, "test", batch_size=200, num_embeddings=(30, 10, 13)))
 
 
 def test_tables_without_a_row_for_unseen_ids(shop, tmp_path, describe):

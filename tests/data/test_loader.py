@@ -13,11 +13,10 @@ import torch
 
 from dlrm.data import loader as loader_module
 from dlrm.data import shuffle
-from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
 from dlrm.training.prefetch import Prefetcher
-from tests.kit import write_split
+from tests.kit import open_loader, write_split
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -68,7 +67,7 @@ def same(left, right):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 100, 999, 1000, 4096])
 def test_batches_hold_the_columns_of_the_file(data, batch_size, shuffle):
-    loader = BatchLoader(data, "train", batch_size=batch_size, shuffle=shuffle, window=3)
+    loader = open_loader(data, batch_size=batch_size, shuffle=shuffle, window=3)
     batches, source = list(loader), columns()
     assert len(batches) == len(loader) == -(-ROWS // batch_size)
     assert all(batch.size == batch_size for batch in batches[:-1])
@@ -93,7 +92,7 @@ def test_batches_hold_the_columns_of_the_file(data, batch_size, shuffle):
 def test_order_depends_on_seed_and_epoch_alone(data):
     def order(epoch=0, **options):
         options = {"seed": 1, "batch_size": 100, "shuffle": True, **options}
-        loader = BatchLoader(data, "train", **options)
+        loader = open_loader(data, **options)
         loader.set_epoch(epoch)
         return rows(loader)
 
@@ -108,7 +107,7 @@ def test_order_depends_on_seed_and_epoch_alone(data):
 @pytest.mark.parametrize("window", [1, 3])
 def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, window):
     write(tmp_path, columns(), files=1, group=ROWS)
-    loader = BatchLoader(tmp_path, "train", batch_size=100, shuffle=True, window=window)
+    loader = open_loader(tmp_path, batch_size=100, shuffle=True, window=window)
     orders = []
     for epoch in range(3):
         loader.set_epoch(epoch)
@@ -118,7 +117,7 @@ def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, wi
 
 
 def test_window_mixes_row_groups(data):
-    loader = BatchLoader(data, "train", batch_size=ROWS, shuffle=True, window=4)
+    loader = open_loader(data, batch_size=ROWS, shuffle=True, window=4)
     (batch,) = loader
     groups = (batch.dense[0].numpy() % 500 // 64).astype(int) + 8 * (batch.dense[0].numpy() >= 500)
     first = sorted(set(groups[:200]))
@@ -136,7 +135,7 @@ def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
         Categorical(name="H1", cardinality=90, multi_hot=True),
     ]
     write(tmp_path, {**source, "H1": lists}, categorical=tables, group=6000)
-    loader = BatchLoader(tmp_path, "train", batch_size=2100, shuffle=True)
+    loader = open_loader(tmp_path, batch_size=2100, shuffle=True)
     batches = list(loader)
     order = np.array(rows(batches))
     np.testing.assert_array_equal(np.sort(order), np.arange(count))
@@ -156,9 +155,9 @@ def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 64), (3, 50), (5, 33), (3, 333)])
 def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last):
     options = {"shuffle": True, "window": 3, "drop_last": drop_last}
-    whole = BatchLoader(data, "train", batch_size=world_size * batch_size, **options)
+    whole = open_loader(data, batch_size=world_size * batch_size, **options)
     ranks = [
-        BatchLoader(data, "train", batch_size=batch_size, rank=r, world_size=world_size, **options)
+        open_loader(data, batch_size=batch_size, rank=r, world_size=world_size, **options)
         for r in range(world_size)
     ]
     assert {len(loader) for loader in ranks} == {len(whole)}
@@ -175,10 +174,7 @@ def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last)
 
 def test_rank_without_rows_gets_an_empty_batch(tmp_path):
     write(tmp_path, columns(13))
-    last = [
-        list(BatchLoader(tmp_path, "train", batch_size=3, rank=r, world_size=4))[-1]
-        for r in range(4)
-    ]
+    last = [list(open_loader(tmp_path, batch_size=3, rank=r, world_size=4))[-1] for r in range(4)]
     assert [batch.size for batch in last] == [1, 0, 0, 0]
     assert last[3].ids.shape == (3, 0)
     assert last[3].dense.shape == (2, 0)
@@ -188,14 +184,14 @@ def test_rank_without_rows_gets_an_empty_batch(tmp_path):
 @pytest.mark.parametrize("done", [0, 1, 5, 10])
 def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
     options = {"batch_size": 101, "shuffle": shuffle, "window": 3, "seed": 5}
-    first = BatchLoader(data, "train", prefetch=7, **options)
+    first = open_loader(data, prefetch=7, **options)
     first.set_epoch(3)
     iteration = iter(first)
     seen = [next(iteration) for _ in range(done)]
     state = json.loads(json.dumps(first.state_dict()))
     rest = list(iteration)
 
-    second = BatchLoader(data, "train", **options)
+    second = open_loader(data, **options)
     second.load_state_dict(state)
     assert second.state_dict() == state
     second.set_epoch(3)
@@ -209,7 +205,7 @@ def test_batches_that_a_prefetcher_holds_come_again(data, count):
         def look_ahead(self, samples):
             return count
 
-    plain, ahead = (BatchLoader(data, "train", batch_size=101, shuffle=True) for _ in range(2))
+    plain, ahead = (open_loader(data, batch_size=101, shuffle=True) for _ in range(2))
     batches, prefetcher = list(plain), Holding()
     for index, (prepared, _) in enumerate(zip(prefetcher(ahead), plain, strict=True)):
         assert same([prepared.batch], [batches[index]])
@@ -221,7 +217,7 @@ def test_batches_that_a_prefetcher_holds_come_again(data, count):
 
 def test_batches_know_how_many_samples_all_ranks_have(data):
     options = {"batch_size": 40, "shuffle": True, "window": 3, "world_size": 3}
-    ranks = [BatchLoader(data, "train", rank=rank, **options) for rank in range(3)]
+    ranks = [open_loader(data, rank=rank, **options) for rank in range(3)]
     for shares in zip(*ranks, strict=True):
         assert {share.total_size for share in shares} == {sum(share.size for share in shares)}
 
@@ -229,7 +225,7 @@ def test_batches_know_how_many_samples_all_ranks_have(data):
 def test_resumes_with_another_number_of_ranks(data):
     def loader(rank, world_size):
         options = {"batch_size": 40, "shuffle": True, "window": 3}
-        return BatchLoader(data, "train", rank=rank, world_size=world_size, **options)
+        return open_loader(data, rank=rank, world_size=world_size, **options)
 
     order = rows(loader(0, 1))
     one = loader(1, 2)
@@ -243,7 +239,7 @@ def test_resumes_with_another_number_of_ranks(data):
 
 
 def test_end_of_an_epoch_is_a_position_too(data):
-    loader = BatchLoader(data, "train", batch_size=300, shuffle=True)
+    loader = open_loader(data, batch_size=300, shuffle=True)
     list(loader)
     state = loader.state_dict()
     loader.load_state_dict(state)
@@ -260,8 +256,8 @@ def test_end_of_an_epoch_is_a_position_too(data):
 )  # fmt: skip
 def test_refuses_the_state_of_other_options(data, changed):
     options = {"batch_size": 10, "shuffle": True, "window": 3}
-    state = BatchLoader(data, "train", **options).state_dict()
-    other = BatchLoader(data, "train", **{**options, **changed})
+    state = open_loader(data, **options).state_dict()
+    other = open_loader(data, **{**options, **changed})
     ((name, value),) = changed.items()
     if name == "window":  # of 16 row groups
         name, value = "windows", 8
@@ -281,7 +277,7 @@ def test_a_share_of_the_negatives_is_kept_the_same_in_every_epoch(tmp_path, bags
 
     def read(epoch=0, share=0.2, **options):
         options = {"batch_size": 64, "shuffle": True, "seed": 3, "negatives": share, **options}
-        loader = BatchLoader(tmp_path, "train", **options)
+        loader = open_loader(tmp_path, **options)
         loader.set_epoch(epoch)
         found = rows(loader)
         assert len(found) == loader.rows == len(set(found))
@@ -292,8 +288,8 @@ def test_a_share_of_the_negatives_is_kept_the_same_in_every_epoch(tmp_path, bags
     assert positives <= kept
     assert 60 < len(kept - positives) < 140  # of about 500
     assert kept == read(epoch=1) == read(shuffle=False) == read(window=2, readers=3)
-    assert kept == {r for rank in range(3) for r in rows(BatchLoader(
-        tmp_path, "train", batch_size=10, rank=rank, world_size=3, seed=3, negatives=0.2
+    assert kept == {r for rank in range(3) for r in rows(open_loader(
+        tmp_path, batch_size=10, rank=rank, world_size=3, seed=3, negatives=0.2
     ))}  # fmt: skip
     assert kept != read(seed=4)
     assert read(share=1.0) == set(range(ROWS))
@@ -303,21 +299,21 @@ def test_a_share_of_the_negatives_is_kept_the_same_in_every_epoch(tmp_path, bags
 def test_negatives_are_refused_if_nothing_is_left(data, tmp_path):
     for share in (0, 1.5, float("nan")):
         with pytest.raises(ValueError, match="it must be above 0 and at most 1"):
-            BatchLoader(data, "train", batch_size=8, negatives=share)
+            open_loader(data, batch_size=8, negatives=share)
     write(tmp_path, columns() | {"label": np.zeros(ROWS)})
     with pytest.raises(ValueError, match=r"keeps no row of .*all labels are 0; raise it"):
-        BatchLoader(tmp_path, "train", batch_size=8, negatives=1e-9)
+        open_loader(tmp_path, batch_size=8, negatives=1e-9)
 
 
 def test_refuses_the_state_of_other_data(data, tmp_path):
     write(tmp_path, columns(), files=3)
-    state = BatchLoader(data, "train", batch_size=10).state_dict()
+    state = open_loader(data, batch_size=10).state_dict()
     with pytest.raises(ValueError, match="'train' loader cannot be continued: data is"):
-        BatchLoader(tmp_path, "train", batch_size=10).load_state_dict(state)
+        open_loader(tmp_path, batch_size=10).load_state_dict(state)
     with pytest.raises(ValueError, match="not the state of a loader"):
-        BatchLoader(data, "train", batch_size=10).load_state_dict({**state, "order": None})
+        open_loader(data, batch_size=10).load_state_dict({**state, "order": None})
     with pytest.raises(ValueError, match="not the state of a loader"):
-        BatchLoader(data, "train", batch_size=10).load_state_dict({"step": 3})
+        open_loader(data, batch_size=10).load_state_dict({"step": 3})
 
 
 FOREIGN = {
@@ -340,7 +336,7 @@ FOREIGN = {
 def test_reads_types_that_others_write(tmp_path, kind, shuffle):
     write(tmp_path, {**columns(), **FOREIGN[kind]})
     ((name, values),) = FOREIGN[kind].items()
-    loader = BatchLoader(tmp_path, "train", batch_size=ROWS, shuffle=shuffle, window=3)
+    loader = open_loader(tmp_path, batch_size=ROWS, shuffle=shuffle, window=3)
     (batch,) = loader
     got = {"label": batch.labels, "I2": batch.dense[1], "C2": batch.ids[1]}[name]
     assert got.dtype == (torch.int32 if name == "C2" else torch.float32)
@@ -351,7 +347,7 @@ def test_wide_ids_where_a_table_needs_them(tmp_path):
     ids = np.full(ROWS, 3_000_000_000)
     tables = [Categorical(name="C1", cardinality=4_000_000_000)]
     write(tmp_path, {**columns(), "C1": ids}, categorical=tables)
-    (batch,) = BatchLoader(tmp_path, "train", batch_size=ROWS)
+    (batch,) = open_loader(tmp_path, batch_size=ROWS)
     assert batch.ids.dtype == torch.int64
     assert batch.ids[0, 0] == 3_000_000_000
 
@@ -366,7 +362,7 @@ def test_nulls(tmp_path):
         "C1": pa.array(source["C1"], mask=hole),
     }
     write(tmp_path, {**source, **changed}, categorical=tables)
-    (batch,) = BatchLoader(tmp_path, "train", batch_size=ROWS)
+    (batch,) = open_loader(tmp_path, batch_size=ROWS)
     np.testing.assert_array_equal(batch.dense[0], np.where(hole, 0, source["I1"]))
     np.testing.assert_array_equal(batch.dense[1], np.where(hole, 0, 2))
     np.testing.assert_array_equal(batch.ids[0], np.where(hole, 7, source["C1"]))
@@ -377,7 +373,7 @@ def test_other_names_and_no_dense_columns(tmp_path):
     data = {"clicked": source["label"], "item": source["C1"]}
     tables = [Categorical(name="item", cardinality=50)]
     write(tmp_path, data, categorical=tables, dense=(), label="clicked")
-    (batch,) = BatchLoader(tmp_path, "train", batch_size=ROWS)
+    (batch,) = open_loader(tmp_path, batch_size=ROWS)
     assert batch.dense.shape == (0, ROWS)
     np.testing.assert_array_equal(batch.ids[0], source["C1"])
 
@@ -389,7 +385,7 @@ def readers():
 
 
 def test_threads_end_with_the_iteration(data):
-    loader = BatchLoader(data, "train", batch_size=10, shuffle=True, window=1)
+    loader = open_loader(data, batch_size=10, shuffle=True, window=1)
     for _ in loader:
         assert readers()
         break
@@ -405,7 +401,7 @@ def test_threads_end_with_the_iteration(data):
 
 
 def test_new_iteration_ends_the_one_before(data):
-    loader = BatchLoader(data, "train", batch_size=10)
+    loader = open_loader(data, batch_size=10)
     before = iter(loader)
     next(before)
     assert len(list(loader)) == 100
@@ -417,7 +413,7 @@ def test_errors_of_readers_reach_the_consumer(tmp_path):
     ids = columns()["C1"]
     ids[900] = 50
     write(tmp_path, {**columns(), "C1": ids})
-    loader = BatchLoader(tmp_path, "train", batch_size=10, prefetch=1)
+    loader = open_loader(tmp_path, batch_size=10, prefetch=1)
     seen = []
     with pytest.raises(ValueError, match=r"train_1.parquet, row group 6, column 'C1'"):
         seen.extend(loader)
@@ -441,7 +437,7 @@ def test_wrong_types_are_found_at_once(tmp_path, kind):
     bags = [Categorical(name="C1", cardinality=50, multi_hot=True)] if kind == "no bags" else None
     write(tmp_path, {**columns(), **changed}, categorical=bags)
     with pytest.raises(ValueError, match=rf"train_0.parquet: column {message}"):
-        BatchLoader(tmp_path, "train", batch_size=10)
+        open_loader(tmp_path, batch_size=10)
 
 
 def test_missing_and_doubled_columns(data, tmp_path):
@@ -449,13 +445,13 @@ def test_missing_and_doubled_columns(data, tmp_path):
     tables = (*meta.categorical, Categorical(name="C9", cardinality=3))
     dataclasses.replace(meta, categorical=tables).write(tmp_path)
     with pytest.raises(ValueError, match=r"train_0.parquet has no columns named 'C9'.*I1, I2, C1"):
-        BatchLoader(tmp_path, "train", batch_size=10)
+        open_loader(tmp_path, batch_size=10)
     meta.write(tmp_path)
     table = pa.table(columns())
     doubled = pa.table([*table.columns, table["C1"]], names=[*table.column_names, "C1"])
     pq.write_table(doubled, tmp_path / "train_1.parquet")
     with pytest.raises(ValueError, match=r"train_1.parquet has 2 columns named 'C1'"):
-        BatchLoader(tmp_path, "train", batch_size=10)
+        open_loader(tmp_path, batch_size=10)
 
 
 BAD_VALUES = {
@@ -479,7 +475,7 @@ def test_bad_values_are_named(tmp_path, kind):
         values = np.array(values)
     write(tmp_path, {**columns(), name: values})
     with pytest.raises(ValueError, match=rf"train_0.parquet, row group 1, column {message}"):
-        list(BatchLoader(tmp_path, "train", batch_size=10))
+        list(open_loader(tmp_path, batch_size=10))
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])
@@ -489,14 +485,14 @@ def test_negative_ids_of_narrow_types(tmp_path, kind):
     tables = [Categorical(name="C3", cardinality=100_000)]
     write(tmp_path, {**columns(), "C3": ids}, categorical=tables)
     with pytest.raises(ValueError, match="row group 1, column 'C3': value 37 is id -1, outside"):
-        list(BatchLoader(tmp_path, "train", batch_size=10))
+        list(open_loader(tmp_path, batch_size=10))
 
 
 def test_ids_are_checked_against_the_tables_in_use(data):
     with pytest.raises(ValueError, match=r"'C2': .* outside the table of 2000 rows"):
-        list(BatchLoader(data, "train", batch_size=10, num_embeddings=(50, 2000, 7)))
+        list(open_loader(data, batch_size=10, num_embeddings=(50, 2000, 7)))
     with pytest.raises(ValueError, match="num_embeddings has 2 entries for the 3 categorical"):
-        BatchLoader(data, "train", batch_size=10, num_embeddings=(50, 2000))
+        open_loader(data, batch_size=10, num_embeddings=(50, 2000))
 
 
 def test_damaged_files(tmp_path):
@@ -505,7 +501,7 @@ def test_damaged_files(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"train_1.parquet is not a complete Parquet file"):
-        BatchLoader(tmp_path, "train", batch_size=10)
+        open_loader(tmp_path, batch_size=10)
     chunk = pq.read_metadata(tmp_path / "train_0.parquet").row_group(2).column(4)
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     damaged = bytearray(whole)
@@ -514,16 +510,16 @@ def test_damaged_files(tmp_path):
     path.write_bytes(damaged)
     message = r"train_1.parquet, row group 2, column 'C2' cannot be read .*damaged"
     with pytest.raises(ValueError, match=message):
-        list(BatchLoader(tmp_path, "train", batch_size=10))
+        list(open_loader(tmp_path, batch_size=10))
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"train_1.parquet does not exist, but .*meta.json"):
-        BatchLoader(tmp_path, "train", batch_size=10)
+        open_loader(tmp_path, batch_size=10)
 
 
 def test_a_file_that_is_replaced_between_epochs(tmp_path):
     """By one with the same columns and rows: a copy is read, other rows are not."""
     write(tmp_path, columns())
-    loader = BatchLoader(tmp_path, "train", batch_size=100)
+    loader = open_loader(tmp_path, batch_size=100)
     first, path = list(loader), tmp_path / "train_1.parquet"
     path.write_bytes(path.read_bytes())
     assert same(first, list(loader))
@@ -537,7 +533,7 @@ def test_other_number_of_rows_than_described(tmp_path):
     split = dataclasses.replace(meta.splits["train"], rows=999)
     dataclasses.replace(meta, splits={"train": split}).write(tmp_path)
     with pytest.raises(ValueError, match=r"'train' has 1000 rows in its files, .*json says 999"):
-        BatchLoader(tmp_path, "train", batch_size=10)
+        open_loader(tmp_path, batch_size=10)
 
 
 def test_unknown_and_empty_split(tmp_path):
@@ -547,7 +543,7 @@ def test_unknown_and_empty_split(tmp_path):
     known = r"no split 'trian', did you mean 'train'\? valid: train, val"
     for split, message in ("trian", known), ("val", r"split 'val' of .*meta.json is empty"):
         with pytest.raises(ValueError, match=message):
-            BatchLoader(tmp_path, split, batch_size=10)
+            open_loader(tmp_path, split, batch_size=10)
 
 
 @pytest.mark.parametrize(
@@ -564,9 +560,9 @@ def test_unknown_and_empty_split(tmp_path):
 )
 def test_bad_options(data, options, message):
     with pytest.raises(ValueError, match=message):
-        BatchLoader(data, "train", **{"batch_size": 10, **options})
+        open_loader(data, **{"batch_size": 10, **options})
     with pytest.raises(ValueError, match="epoch is -1, it must not be negative"):
-        BatchLoader(data, "train", batch_size=10).set_epoch(-1)
+        open_loader(data, batch_size=10).set_epoch(-1)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -574,7 +570,7 @@ def test_ids_of_one_table_have_the_stride_of_any_other_matrix(tmp_path, shuffle)
     """Else a compiled step would be compiled again."""
     table = Categorical(name="C1", cardinality=40)
     write(tmp_path, {**columns(40), "C1": np.arange(40)}, categorical=[table])
-    batches = list(BatchLoader(tmp_path, "train", batch_size=7, shuffle=shuffle))
+    batches = list(open_loader(tmp_path, batch_size=7, shuffle=shuffle))
     assert [batch.ids.stride() for batch in batches] == [(7, 1)] * 5 + [(5, 1)]
 
 
@@ -594,15 +590,15 @@ def test_small_batches_are_gathered_together(data, monkeypatch, device):
 
     monkeypatch.setattr(ShuffleBuffer, "batches", counted)
     options = {"shuffle": True, "window": 20, "drop_last": True, "device": device}
-    assert len(list(BatchLoader(data, "train", batch_size=10, **options))) == 100
+    assert len(list(open_loader(data, batch_size=10, **options))) == 100
     assert runs == [3] * 33 + [1]
     runs.clear()
     ranks = [
-        list(BatchLoader(data, "train", batch_size=5, rank=rank, world_size=2, **options))
+        list(open_loader(data, batch_size=5, rank=rank, world_size=2, **options))
         for rank in range(2)
     ]
     assert runs == 2 * ([6] * 16 + [4])
-    whole = list(BatchLoader(data, "train", batch_size=10, **options))
+    whole = list(open_loader(data, batch_size=10, **options))
     both = [[*rows([a]), *rows([b])] for a, b in zip(*ranks, strict=True)]
     assert both == [rows([batch]) for batch in whole]
 
@@ -610,7 +606,7 @@ def test_small_batches_are_gathered_together(data, monkeypatch, device):
 def test_a_position_inside_of_a_run(data):
     """The state is that after the batch, not after the run that it was gathered with."""
     options = {"batch_size": 7, "shuffle": True, "window": 20}
-    first, again = BatchLoader(data, "train", **options), BatchLoader(data, "train", **options)
+    first, again = open_loader(data, **options), open_loader(data, **options)
     batches = iter(first)
     begun = [next(batches) for _ in range(5)]
     state = first.state_dict(unused=7)
@@ -622,7 +618,7 @@ def test_a_position_inside_of_a_run(data):
 
 @pytest.mark.gpu
 def test_a_graph_can_be_captured_while_batches_are_read(data):
-    loader = BatchLoader(data, "train", device="cuda", batch_size=10, shuffle=True)
+    loader = open_loader(data, device="cuda", batch_size=10, shuffle=True)
     value = torch.zeros(1, device="cuda")
     for step, _ in enumerate(loader):
         if step == 3:

@@ -11,10 +11,9 @@ import torch
 
 from dlrm.data import loader as loader_module
 from dlrm.data import synthetic
-from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Categorical, Meta
-from tests.kit import combinations, write_split
+from tests.kit import combinations, open_loader, write_split
 
 ROWS, GROUPS = 20_000, 40
 
@@ -54,7 +53,7 @@ def shift(rows):
 
 
 def test_every_part_of_an_epoch_is_of_all_times(data):
-    loader = BatchLoader(data, "train", batch_size=250, shuffle=True)
+    loader = open_loader(data, batch_size=250, shuffle=True)
     assert loader.windows == 1
     for epoch in range(3):
         rows = order(loader, epoch)
@@ -66,7 +65,7 @@ def test_every_part_of_an_epoch_is_of_all_times(data):
 
 @pytest.mark.parametrize(("window", "windows"), [(8, 5), (12, 4), (39, 2), (1, 40)])
 def test_a_window_is_of_all_times(data, window, windows):
-    loader = BatchLoader(data, "train", batch_size=250, shuffle=True, window=window)
+    loader = open_loader(data, batch_size=250, shuffle=True, window=window)
     rows = order(loader)
     np.testing.assert_array_equal(np.sort(rows), np.arange(ROWS))
     assert loader.windows == windows
@@ -79,7 +78,7 @@ def test_a_window_is_of_all_times(data, window, windows):
 
 def test_no_window_is_short(tmp_path):
     write(tmp_path, rows=17 * 100, group_rows=100)  # two windows of 8, and a last one of 1?
-    rows = order(BatchLoader(tmp_path, "train", batch_size=100, shuffle=True, window=8))
+    rows = order(open_loader(tmp_path, batch_size=100, shuffle=True, window=8))
     last = np.unique(rows[-500:] // 100)
     assert len(last) >= 5
     assert last.min() < 6
@@ -90,7 +89,7 @@ def test_no_window_is_short(tmp_path):
 def test_row_groups_of_other_sizes(tmp_path, sizes):
     count, group = sizes[0] * 5, sizes[1]
     write(tmp_path, rows=count, group_rows=group)
-    loader = BatchLoader(tmp_path, "train", batch_size=64, shuffle=True)
+    loader = open_loader(tmp_path, batch_size=64, shuffle=True)
     first, second = order(loader, 0), order(loader, 1)
     np.testing.assert_array_equal(np.sort(first), np.arange(count))
     assert (first != second).any()
@@ -102,7 +101,7 @@ def test_windows_fit_into_the_memory(data):
     assert total == ROWS * (4 * 3 + 8)
 
     def windows(memory):
-        return BatchLoader(data, "train", batch_size=10, shuffle=True, memory=memory).windows
+        return open_loader(data, batch_size=10, shuffle=True, memory=memory).windows
 
     assert windows(total) == 1
     assert windows(total - 1) == 4
@@ -110,7 +109,7 @@ def test_windows_fit_into_the_memory(data):
     assert windows(total * 3 // 4 - 1) == 8
     assert windows(total // 10) == 32
     assert windows(1) == GROUPS, "the least is a row group at a time"
-    assert BatchLoader(data, "train", batch_size=10, memory=1).windows == 1, "nothing to shuffle"
+    assert open_loader(data, batch_size=10, memory=1).windows == 1, "nothing to shuffle"
 
 
 def test_bags_count_with_all_of_their_ids(tmp_path):
@@ -135,8 +134,8 @@ def test_keeps_to_the_memory(tmp_path, share):
     rows = 200_000
     write(tmp_path, rows=rows, group_rows=rows // 64, extra=15)
     memory = int(rows * (4 * 18 + 8) * share)
-    loader = BatchLoader(
-        tmp_path, "train", batch_size=512, shuffle=True, memory=memory, readers=1, prefetch=1
+    loader = open_loader(
+        tmp_path, batch_size=512, shuffle=True, memory=memory, readers=1, prefetch=1
     )
     assert loader.windows == (1 if share == 1 else 8)
     for epoch in range(2):
@@ -149,7 +148,7 @@ def test_keeps_to_the_memory(tmp_path, share):
 @combinations(slow=pytest.mark.slow, done=[0, 1, 133, 300, 400], memory=[None, 200_000])
 def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done):
     options = {"batch_size": 50, "shuffle": True}
-    first = BatchLoader(data, "train", memory=memory, **options)
+    first = open_loader(data, memory=memory, **options)
     first.set_epoch(2)
     iteration = iter(first)
     for _ in range(done):
@@ -158,7 +157,7 @@ def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done):
     rest = [batch.dense[0].tolist() for batch in iteration]
     next_epoch = order(first, 3)
 
-    second = BatchLoader(data, "train", memory=100_000, **options)
+    second = open_loader(data, memory=100_000, **options)
     assert second.windows != first.windows
     second.load_state_dict(state)
     second.set_epoch(2)
@@ -174,7 +173,7 @@ def test_a_device_reads_a_single_window_once(data, monkeypatch):
         return read(self, row_group)
 
     monkeypatch.setattr(RowGroupReader, "read", counted)
-    kept, fresh = (BatchLoader(data, "train", batch_size=300, shuffle=True) for _ in range(2))
+    kept, fresh = (open_loader(data, batch_size=300, shuffle=True) for _ in range(2))
     first = iter(kept)
     next(first)
     kept.close()  # complete, though it has not been used up
@@ -194,7 +193,7 @@ def test_only_some_row_groups_wait_in_host_memory_for_a_device(data, monkeypatch
             submitted.append(len(self._reads))
 
     monkeypatch.setattr(loader_module, "ShuffleBuffer", Counted)
-    order(BatchLoader(data, "train", batch_size=300, shuffle=True, readers=2))
+    order(open_loader(data, batch_size=300, shuffle=True, readers=2))
     assert max(submitted) == 6
 
 

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 import torch
 
 from dlrm.data import synthetic
-from dlrm.data.loader import BatchLoader
+from dlrm.data.loader import BatchLoader, Reading
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Categorical, Meta
 from dlrm.data.synthetic.multi_hot import id_field, open_writer
@@ -142,8 +142,10 @@ def open_loader(
     directory: Path, size: int, options: argparse.Namespace, **order: Any
 ) -> BatchLoader:
     """A loader of the training split."""
-    given = {"batch_size": size, "readers": options.readers, "device": torch.device(options.device)}
-    return BatchLoader(directory, "train", **given, **order)
+    reading = Reading(readers=options.readers, window=order.pop("window", None))
+    return BatchLoader(
+        directory, "train", batch_size=size, reading=reading, device=options.device, **order
+    )
 
 
 def rates(rows: int, run: Callable[[], object], repeats: int) -> dict[str, float]:
