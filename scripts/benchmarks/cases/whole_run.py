@@ -2,11 +2,14 @@
 
     python scripts/benchmarks/run.py whole_run --output benchmarks/whole_run_h200.json
     python scripts/benchmarks/run.py whole_run --data DATA --kinds dense tt --tree ../before
+    python scripts/benchmarks/run.py whole_run --config mlperf_dcnv2 --data DATA --kinds dense \
+        --train epochs=8 loader.window=12
 
-Each kind runs twice, in processes of their own, with ``configs/criteo_kaggle_large_batch.yaml``:
-the ``first`` run finds empty caches of kernels and bytecode, the ``second`` one what the first left
-there. ``wall_s`` is the time of the whole process. ``parts`` are those that the run reports
-(``seconds/*`` in its result), and ``exit``, the time to end after that.
+Each kind runs twice, in processes of their own, with a file of ``configs/``: the ``first`` run
+finds empty caches of kernels and bytecode, the ``second`` one what the first left there. ``wall_s``
+is the time of the whole process. ``parts`` are those that the run reports (``seconds/*`` in its
+result), and ``exit``, the time to end after that. ``Msamples/s`` leaves out what compiles, but
+neither waiting for data nor logging.
 
 ``--tree`` times another checkout, to compare two on one machine; if it is older than the parts,
 ``wall_s`` is all there is.
@@ -50,6 +53,7 @@ def arguments(parser: Parser) -> None:
     add("--kinds", nargs="+", choices=KINDS, default=kinds, help="kinds of embeddings")
     add("--runs", type=count_arg, default=2, help="runs of each kind")
     add("--tree", type=Path, default=harness.ROOT, help="checkout to measure")
+    add("--config", default="criteo_kaggle_large_batch", help="name of a file in configs/")
     add("--train", nargs="+", default=[], metavar="NAME=VALUE", help="more options of train.py")
 
 
@@ -59,13 +63,15 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
         work = Path(directory)
         data = options.data or make_data(options, work / "data")
         meta = json.loads((data / "meta.json").read_text())
-        record.note(rows=meta["splits"]["train"]["rows"], train=options.train)
+        rows = meta["splits"]["train"]["rows"]
+        record.note(rows=rows, config=options.config, train=options.train)
         for kind in options.kinds:
             caches = {name: str(work / kind / name) for name in CACHES}
             for run in range(options.runs):
                 given = [*KINDS[kind], *(f"--{option}" for option in options.train)]
                 given += ["--device", options.device]
-                found = time_run(options.tree.resolve(), data.resolve(), kind, given, work, caches)
+                config = options.tree.resolve() / "configs" / f"{options.config}.yaml"
+                found = time_run(config, data.resolve(), kind, given, work, caches)
                 name = ("first", "second")[run] if run < 2 else f"run {run + 1}"
                 record.add({"kind": kind, "run": name, **found})
             shutil.rmtree(work / kind)
@@ -79,21 +85,20 @@ def make_data(options: argparse.Namespace, output: Path) -> Path:
 
 
 def time_run(
-    tree: Path, data: Path, kind: str, given: list[str], work: Path, caches: dict[str, str]
+    config: Path, data: Path, kind: str, given: list[str], work: Path, caches: dict[str, str]
 ) -> dict[str, Any]:
     """One run; its directory is removed.
 
     Args:
-        tree: checkout of the program.
+        config: of the run, in the checkout that is measured.
         data: prepared rows.
         kind: of embeddings.
         given: more options.
         work: directory for the run.
         caches: environment variables that name the caches.
     """
-    config = tree / "configs" / "criteo_kaggle_large_batch.yaml"
     done = run_program(
-        str(tree / "train.py"),
+        str(config.parents[1] / "train.py"),
         *("--config", config, "--data", data, "--emb", kind, *given),
         *("--output", work, "--name", "run"),
         environment=os.environ | caches,
@@ -106,10 +111,13 @@ def time_run(
     parts = {name.removeprefix("seconds/"): value for name, value in seconds.items()}
     if parts:
         parts["exit"] = done.seconds - parts.pop("total")
+    samples = metrics["speed/samples_per_second"] * metrics["speed/train_seconds"]
+    stepping = sum(parts.get(name, 0) for name in ("train", "data_wait"))
     return {
         "wall_s": done.seconds,
         "core_s": done.core_seconds,
         "parts": parts,
+        "Msamples/s": samples / stepping / 1e6 if stepping else None,
         "train_seconds": metrics["speed/train_seconds"],
         "test_auc": metrics["test/auc"],
         "peak_process_GB": metrics["memory/process_peak"] / 1e9,
