@@ -119,7 +119,7 @@ class Run:
         step, place = self.progress.steps if resumed else None, self.checkpoints.directory
         self.finished = world.from_first(lambda: tracking.finished(place, step, self.options))
         self.tracker = tracking.Tracker(place, step=step, active=world.first and not self.finished)
-        self._print_plan(resolved, spec, ids, sharding.text if sharding else "")
+        self._print_plan(resolved, spec, sharding.text if sharding else "")
 
     @property
     def directory(self) -> Path:
@@ -279,7 +279,7 @@ class Run:
         """Bytes of the embeddings; every process must call this function."""
         return report.embedding_sizes(self.model, self.step.optimizers[1], self.world)
 
-    def _print_plan(self, resolved: str, spec: ModelSpec, ids: IdStatistics, sharding: str) -> None:
+    def _print_plan(self, resolved: str, spec: ModelSpec, sharding: str) -> None:
         config, meta, sizes = self.config, self.train_data.meta, self._sizes()
         if not self.world.first:
             return
@@ -293,7 +293,7 @@ class Run:
         steps, epochs = pace.planned(config, meta, len(self.train_data), self.loaders.batch_size)
         opening = report.opening(config.emb, self.model, meta.splits, sizes, steps)
         sampled = report.negatives(meta.splits["train"], self.train_data.rows)
-        shown = sharding, auto_plan(config, spec, tables, ids), opening, epochs, sampled
+        shown = sharding, auto_plan(config, meta, tables), opening, epochs, sampled
         print(*filter(None, shown), sep="\n")
 
     def _save(self) -> None:

@@ -51,7 +51,7 @@ def describe(config: RunConfig) -> str:
 
     tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes)
     lines = [
-        auto_plan(config, spec, tables, ids) or tables,
+        auto_plan(config, meta, tables) or tables,
         f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
         _steps(config, meta, batch_size),
     ]

@@ -16,12 +16,10 @@ from dlrm.embeddings.common.budget import MANY_IDS, row_bytes
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.auto import expected_loss
 from dlrm.sparse_arch.table_plan import (
     AUTO,
     TablePlan,
     make_table_plan,
-    owners_of,
     parse_bytes,
     with_pooling,
 )
@@ -128,31 +126,22 @@ def _plan_with_state(
         served = int(0.999 * served * limit / needed)
 
 
-def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, ids: IdStatistics) -> str:
-    """The text that ``--emb auto`` prints: its plan, and the loss that it expects; empty for
-    other kinds.
+def auto_plan(config: RunConfig, meta: Meta, tables: str) -> str:
+    """The text that ``--emb auto`` prints; empty for other kinds.
 
     Args:
         config: of the run.
-        spec: of its model.
+        meta: of its data.
         tables: the plan as text.
-        ids: how often ids occur and what they say about the label.
     """
     if config.emb != AUTO:
         return ""
-    dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
-    plan = [spec["plan"][table] for table in owners_of(spec["plan"])]
-    lost = expected_loss(plan, spec["num_embeddings"], dim, ids.counts(), ids.effects(), dtype)
-    text = (
-        f"{tables}\nauto expects a log loss {lost:.4f} higher than that of full tables, by how "
-        "often their ids occur and what they say about the label"
+    if meta.effects:
+        return tables
+    return (
+        f"{tables}\n{config.data} does not have what its ids say: it was estimated from training "
+        "rows; data that is prepared again has it"
     )
-    if not ids.meta.effects:
-        text += (
-            f"\n{config.data} does not have what its ids say: it was estimated from training rows; "
-            "data that is prepared again has it"
-        )
-    return text
 
 
 def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:

@@ -40,7 +40,6 @@ from dlrm.kernels.update.packed import record_bytes
 
 FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
 RATED = 0.4  # the same next to the rates of ids, which say most of what one weight says
-LEFT = (1 - FIRST) / (1 - RATED)  # what rates leave to rows: a rate and RATED of that are FIRST
 FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rounded rows
 EQUAL = Effects((0.1,) * RANGES)  # if nothing is known of what ids say
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
@@ -314,33 +313,3 @@ def _look_up_together(
             options = {**like, "keep": rows}
         found.append((kind, options))
     return found
-
-
-def expected_loss(
-    plan: Sequence[tuple[str, Mapping[str, Any]]],
-    num_embeddings: Sequence[int],
-    embedding_dim: int,
-    counts: Sequence[Tensor],
-    effects: Sequence[Effects],
-    dtype: str = "fp32",
-) -> float:
-    """Estimate how much larger the log loss is with the tables of a plan than with full ones.
-
-    Explaining a part of the variance of labels lowers the log loss by half of that part.
-
-    Args:
-        plan: kind and options of each table, as :func:`choose_tables` returns them.
-        num_embeddings, embedding_dim, counts, effects: as in :func:`choose_tables`.
-        dtype: type of the tables that have no option ``dtype``.
-    """
-    lost = 0.0
-    described = zip(plan, num_embeddings, counts, effects, strict=True)
-    for (kind, options), rows, count, own in described:
-        table = Table(rows, embedding_dim, count, own, projected=kind == "block")
-        full = table.formats[-1]
-        chosen = replace(
-            full, dim=options.get("dim", embedding_dim), dtype=options.get("dtype", dtype)
-        )
-        missing = table.utility(full, rows) - table.utility(chosen, options.get("keep", rows))
-        lost += missing * (LEFT if own.rated else 1.0) / max(int(count.sum()), 1)
-    return lost / 2

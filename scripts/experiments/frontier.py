@@ -9,8 +9,7 @@ against memory (``--plot``; ``_log_loss`` is added to its name), one of speed (`
 JSON file. The time of a step is measured separately, after all runs.
 
 With several prepared directories, or one that holds them, as ``bench_logs.py`` makes them, each has
-a table and a panel of its own, next to the results of boosted trees on the same rows. A last plot
-(``_expected``) compares the rise of the log loss that ``auto`` expects with the one that is found.
+a table and a panel of its own, next to the results of boosted trees on the same rows.
 
 With ``--rates`` and ``--validation DIR``, the learning rate of the embeddings is first chosen for
 each kind: the one with the best AUC on the validation split of that data. If that is the highest of
@@ -35,23 +34,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
 
-from dlrm.data.frequencies import IdStatistics
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
-from dlrm.sparse_arch.auto import expected_loss
-from dlrm.sparse_arch.table_plan import AUTO, format_ratio
-from dlrm.training.tracking import read_result
+from dlrm.sparse_arch.table_plan import format_ratio
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from dlrm.commands import compare
-from dlrm.commands.figures import write_plot
 from scripts.benchmarks import harness
 from scripts.experiments.baseline_trees import trees_file
 from scripts.experiments.runner import (
@@ -193,32 +187,8 @@ def prepared(given: Sequence[Path]) -> dict[str, Path]:
     return found
 
 
-def expected_rise(data: Path, run: Path) -> float:
-    """How much higher than with full tables ``auto`` expects the log loss of a run to be."""
-    meta, result = Meta.read(data), read_result(run)
-    ids = IdStatistics(data, meta)
-    plan = [(own["kind"], own) for own in result["tables"].values()]
-    dim = result["options"]["model"]["embedding_dim"]
-    return expected_loss(plan, meta.cardinalities, dim, ids.counts(), ids.effects())
-
-
-def draw_expected(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Plot the found rise of the log loss of ``auto`` against the expected one, log by log."""
-    figure, panel = plt.subplots(layout="constrained")
-    dense = {row["log"]: row["log loss"] for row in results if row["emb"] == "dense"}
-    for log in sorted(dense):
-        own = [row for row in results if row["log"] == log and "expected" in row]
-        line = sorted((row["expected"], row["log loss"] - dense[log]) for row in own)
-        panel.plot(*(zip(*line, strict=True) if line else ((), ())), "o-", label=log, ms=3)
-    panel.axline((0, 0), slope=1, color="k", linewidth=0.5, label="as expected")
-    panel.set(xlabel="expected rise of the log loss", ylabel="found on test rows")
-    panel.legend()
-    write_plot(figure, path)
-
-
 def publish(
     summary: pd.DataFrame,
-    about: Mapping[str, Mapping[str, Any]],
     options: argparse.Namespace,
     report: Mapping[str, Any],
 ) -> None:
@@ -226,7 +196,6 @@ def publish(
 
     Args:
         summary: of the runs.
-        about: what else the results say of each run.
         options: of the program.
         report: what the JSON file has besides the results.
     """
@@ -240,10 +209,8 @@ def publish(
     if not options.no_timing:
         compare.draw(summary, "samples/s", plot("_speed"))
 
-    results = [row | about[row["run"]] for row in json.loads(summary.to_json(orient="records"))]
-    if AUTO in options.kinds:
-        draw_expected(results, plot("_expected"))
     if options.json:
+        results = json.loads(summary.to_json(orient="records"))
         harness.write(options.json, {**report, "results": results})
 
 
@@ -335,17 +302,13 @@ def compare_kinds(options: argparse.Namespace) -> None:
     }
 
     summary = compare.summarize(compare.read(finished))
-    about: dict[str, dict[str, Any]] = {}
-    for name, kind in zip(summary["run"], summary["emb"], strict=True):
-        about[name] = {"log": data_of[name].name}
-        if kind == AUTO:
-            about[name]["expected"] = expected_rise(data_of[name], options.runs / name)
-    publish(summary, about, options, report)
+    summary["log"] = [data_of[name].name for name in summary["run"]]
+    publish(summary, options, report)
     if not options.no_timing:
         for line, name in summary["run"].items():
             speed = step_speed([*common, *options_of[name]])
             summary.loc[line, ["samples/s", "samples/s std"]] = speed["samples/s"], None
-        publish(summary, about, options, report)
+        publish(summary, options, report)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -185,7 +185,7 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     )
     assert {table["rank"] for table in tables.values() if table["kind"] == "tt"}
     assert all(row["samples/s"] > 0 for row in report["results"])
-    plots = ("", "_expected", "_log_loss", "_speed")
+    plots = ("", "_log_loss", "_speed")
     assert {path.name for path in tmp_path.glob("*.png")} == {f"plot{name}.png" for name in plots}
 
 
@@ -280,8 +280,7 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     assert all(row["seeds"] == 2 and row["AUC std"] >= 0 for row in report["results"])
     assert points["first", *kinds[0]]["MB"] > points["first", *kinds[1]]["MB"] > 0
     assert 0.3 < report["trees"]["first"]["auc"] < 1
-    assert [row["expected"] > 0 for row in report["results"] if "expected" in row] == [True] * 2
-    for plot in ("plot.png", "plot_log_loss.png", "plot_expected.png"):
+    for plot in ("plot.png", "plot_log_loss.png"):
         assert (tmp_path / plot).stat().st_size > 10_000
     shutil.copytree(data, tmp_path / "first")
     assert main([*given, "--data", str(logs), str(tmp_path / "first")]) == 2
