@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+
 from dlrm.config.schema import MAX_COUNT, RunConfig
 from dlrm.data.schema import Meta
 
@@ -31,8 +33,20 @@ def batch_size(
         meta: of the data.
         processes: how many there are.
         resumed: the samples per step of the run that is resumed.
+
+    Raises:
+        ValueError: the processes can't share those of the run that is resumed.
     """
-    if given := config.batch_size or resumed:
+    given = config.batch_size or resumed
+    if given and given == resumed and given % processes:
+        divisors = [n for n in range(1, given + 1) if given % n == 0]
+        above = bisect(divisors, processes)
+        near = " or ".join(map(str, divisors[above - 1 : above + 1]))
+        raise ValueError(
+            f"the run has {given} rows in each step, which {processes} processes can't share "
+            f"evenly: resume it with {near} processes"
+        )
+    if given:
         return given
     rows = meta.splits["train"].rows if meta.has_rows("train") else 0
     steps = SMALL_STEPS if rows < SMALL_TABLE or config.follow else STEPS

@@ -72,16 +72,6 @@ class ShardedTables(Embedding):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
-        if self.dtype == "int4":  # 8-bit rows of all tables would have to be stored first
-            raise ValueError(
-                "tables in int4 can't be sharded: set --sharding.by replicate, or --tables.dtype "
-                "int8"
-            )
-        if self.dtype is not None and any(s.width < embedding_dim for s in plan.shards):
-            raise ValueError(
-                "rows in int8 have one scale each and can't be sharded by column: set "
-                "--sharding.by row or table"
-            )
         self.num_kept = tuple(num_kept or self.num_embeddings)
         self.world = plan.world
         ways = plan.comm_dtype, plan.peers and not self.dtype, plan.linked

@@ -201,26 +201,25 @@ def _sharding_types(
     types, plan = [], spec["plan"]
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
-        whole = table in shared or "mode" in options  # which shards can't look up
-        whole |= options.get("cache_share") is not None or (options.get("pieces") or 1) > 1
+        elsewhere = options.get("cache_share") is not None or (options.get("pieces") or 1) > 1
+        whole = ""  # what can't be sharded
+        if kind not in SHARDED:
+            whole = f"tables of kind {kind}"
+        elif _dtype_of(options, spec) == "int4":  # 8-bit rows of all would have to be stored first
+            whole = "tables in int4"
+        elif table in shared or "mode" in options or elsewhere:
+            whole = "tables that features share, and those with pooling mean or max, rows in "
+            whole += "pieces or in host memory,"
 
         # Small tables, and those that can't be sharded, are replicated.
-        large = kind == "paged" or (kind in SHARDED and rows >= threshold)
-        large &= not whole and _dtype_of(options, spec) != "int4"
+        large = not whole and (kind == "paged" or rows >= threshold)
         sharding_type = tables.get(name, by if large else "replicate")
         if sharding_type == "auto" and kind == "dynamic":
             sharding_type = "row"  # a hash spreads ids evenly over the rows
-
-        if sharding_type != "replicate" and kind not in SHARDED:
-            raise ValueError(
-                f"--sharding.tables shards {name} by {sharding_type}, but tables of kind {kind} "
-                "are replicated: remove it there"
-            )
         if sharding_type != "replicate" and whole:
             raise ValueError(
-                f"--sharding.tables shards {name} by {sharding_type}, but tables that features "
-                "share, and those with pooling mean or max, rows in pieces or in host "
-                "memory, are replicated: remove it there"
+                f"--sharding.tables shards {name} by {sharding_type}, but {whole} are replicated: "
+                "remove it there"
             )
         types.append(sharding_type)
     return types

@@ -142,8 +142,7 @@ class World:
         if rest:
             raise ValueError(
                 f"--batch_size {batch_size} can't be shared evenly by {self.size} processes: use "
-                f"{max(share, 1) * self.size} or {(max(share, 1) + 1) * self.size}, or, to resume "
-                "a run, a number of processes that divides it"
+                f"{max(share, 1) * self.size} or {(max(share, 1) + 1) * self.size}"
             )
         return share
 

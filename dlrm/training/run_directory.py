@@ -29,7 +29,6 @@ MANIFEST = "manifest.json"  # of a checkpoint
 PREPARATION = "preparation"  # what raw rows are prepared with
 LATEST, BEST = "latest", "best"  # name checkpoints of the index
 LOCK, HOLDER = ".lock", ".lock.json"
-OLD_ABOUT = "about.pt"  # of earlier versions, which pickled
 
 _NAME = re.compile(r"step_(\d+)(\+*)")
 
@@ -72,7 +71,7 @@ def named(path: str | Path) -> tuple[Path | None, str]:
     path = Path(path)
     inside = path.absolute().parent.name == CHECKPOINTS
     run, which = _run_around(path) if inside else None, path.name
-    is_one = (path / MANIFEST).exists() or (path / OLD_ABOUT).exists()
+    is_one = (path / MANIFEST).exists()
     if not is_one and is_run(path):
         run, which = path, LATEST
     elif not is_one:  # a damaged one, or a name from the index

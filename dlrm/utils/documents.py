@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ MAX_DIGITS = 64
 MAX_SHOWN = 200  # characters of a value in an error message
 
 _LONG = 50  # characters of a text that count as one more value
-_NUMBER = re.compile(r"[-+]?[.0-9][-+.0-9a-fA-FxX_:]*")
 _MISFITS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors of PyYAML for a text that does not fit its tag: ``!!int ""``, 2024-02-30."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than in Python
@@ -104,8 +102,15 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"it has more than {MAX_YAML_BYTES:,} bytes")
     try:
-        _YamlLimits(yaml.parse(text, Loader=_LOADER)).check()
-        return yaml.load(text, Loader=_LOADER)
+        _check_events(text)
+        loader = _LOADER(text)
+        if (root := loader.get_single_node()) is None:
+            return None
+        values = 0
+        for size in _sizes(root, ()):
+            values += size
+            _require_within(values, 0)
+        return loader.construct_document(root)
     except UnicodeEncodeError:
         raise ValueError("it is not valid Unicode") from None
     except (yaml.YAMLError, *_MISFITS) as error:
@@ -165,74 +170,57 @@ def _decoded(content: bytes, limit: int) -> str:
     return content.decode()
 
 
-class _YamlLimits:
-    """Counts the values in a stream of YAML events, with what its aliases refer to."""
-
-    def __init__(self, events: Iterator[yaml.Event]) -> None:
-        self._events = events
-        self._values = 0
-        self._anchored: dict[
-            str | None, tuple[int, int] | None
-        ] = {}  # values, height; None while open
-
-    def check(self) -> None:
-        """Read all events.
-
-        Raises:
-            ValueError: they are beyond a limit, or repeat a name.
-        """
-        for event in self._events:
-            if isinstance(event, yaml.NodeEvent):
-                self._add(event, 0)
-
-    def _add(self, event: yaml.NodeEvent, depth: int) -> int:
-        """Count a value and those in it, at a depth; returns its height."""
-        before, height, anchor = self._values, 0, event.anchor
-        if isinstance(event, yaml.AliasEvent):
-            # The parser reports an anchor that does not exist.
-            if (anchored := self._anchored.get(anchor, (1, 0))) is None:
-                raise ValueError(f"alias {shown(anchor)} refers to a value that contains it")
-            values, height = anchored
-            self._require(values, depth + height)
-            return height
-        if isinstance(event, yaml.ScalarEvent):
-            self._require(_size(event), depth)
-        else:
-            self._anchored |= {anchor: None} if anchor else {}
-            self._require(1, depth + 1)
-            mapping = isinstance(event, yaml.MappingStartEvent)
-            height = 1 + max(self._inner(mapping, depth + 1), default=0)
-        self._anchored |= {anchor: (self._values - before, height)} if anchor else {}
-        return height
-
-    def _inner(self, mapping: bool, depth: int) -> Iterator[int]:
-        """The height of each value of the list or mapping that has begun."""
-        names, at_name = set[str](), mapping
-        while isinstance(event := next(self._events), yaml.NodeEvent):  # until its end
-            if at_name and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
-                if event.value in names:
-                    raise ValueError(f"it names {shown(event.value)} twice")
-                names.add(event.value)
-            at_name = mapping and not at_name
-            yield self._add(event, depth)
-
-    def _require(self, values: int, depth: int) -> None:
-        """Add values, and check the limits."""
-        self._values += values
-        if self._values > MAX_YAML_VALUES:
-            raise ValueError(f"it has more than {MAX_YAML_VALUES:,} values, aliases resolved")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+def _check_events(text: str) -> None:
+    """Check a YAML text before its values are made, each of which has an event or two."""
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        _require_within(number // 2 - 4, depth)
 
 
-def _size(event: yaml.ScalarEvent) -> int:
+def _sizes(node: yaml.Node, around: tuple[yaml.Node, ...]) -> Iterator[int]:
+    """As how many values a node of YAML counts, and each node in it, aliases resolved.
+
+    Args:
+        node: the node.
+        around: those that contain it.
+    """
+    if node in around:
+        raise ValueError("an alias refers to a value that contains it")
+    if isinstance(node, yaml.ScalarNode):
+        _require_within(0, len(around))
+        yield _size(node)
+        return
+
+    yield 1
+    around = (*around, node)
+    _require_within(0, len(around))
+    inner = node.value
+    if isinstance(node, yaml.MappingNode):
+        names = Counter(name.value for name, _ in inner if isinstance(name, yaml.ScalarNode))
+        del names["<<"]
+        if names and (most := names.most_common(1)[0])[1] > 1:
+            raise ValueError(f"it names {shown(most[0])} twice")
+        inner = [each for pair in inner for each in pair]
+    for each in inner:
+        yield from _sizes(each, around)
+
+
+def _size(node: yaml.ScalarNode) -> int:
     """How many values a text counts as. A long number is refused: some take quadratic time."""
-    text = event.value
+    text = node.value
     text.encode()  # which fails for half of a character
-    plain = event.implicit[0] or event.tag
-    if len(text) > MAX_DIGITS and plain and _NUMBER.fullmatch(text):
+    if len(text) > MAX_DIGITS and node.tag.endswith((":int", ":float")):
         raise ValueError(f"it holds a number of {len(text):,} characters, more than {MAX_DIGITS}")
     return 1 + len(text) // _LONG
+
+
+def _require_within(values: int, depth: int) -> None:
+    if values > MAX_YAML_VALUES:
+        raise ValueError(f"it has more than {MAX_YAML_VALUES:,} values, aliases resolved")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
 def _integer(text: str) -> int:

@@ -247,7 +247,7 @@ def test_a_name_in_yaml_may_look_like_a_date(tmp_path):
     [
         ("name: 2024-02-30", "can't be read: day is out of range for month"),
         ("tt: {rank: {2024-01-01: 5}}", "tt.rank is {datetime"),
-        ("tables: {kinds: &a {x: *a}}", "alias 'a' refers to a value that contains it"),
+        ("tables: {kinds: &a {x: *a}}", "an alias refers to a value that contains it"),
         ("model: {top_mlp: ''}", "model.top_mlp is '', it must be a list, each a whole number"),
         ("tt: {q: ' # none'}", "tt.q is ' # none', it must be"),
         ("data:", "data is None, it must be text"),

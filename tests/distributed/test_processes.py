@@ -351,7 +351,7 @@ def test_shares_of_a_batch():
     world = World(rank=1, size=4)
     assert world.share(64) == 16
     assert world.share(66, even=False) == 17
-    with pytest.raises(ValueError, match="use 64 or 68, or, to resume a run, a number of proc"):
+    with pytest.raises(ValueError, match=r"use 64 or 68$"):
         world.share(66)
     with pytest.raises(ValueError, match="use 4 or 8"):
         world.share(3)

@@ -23,11 +23,9 @@ def test_which_tables_are_held_in_pieces():
     world = World(rank=0, size=2)
     assert make_sharding_plan(World(), NAMES, RECIPE) is None
     assert make_sharding_plan(world, NAMES, RECIPE, by="replicate") is None
-    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=100).shards} == {0}
-    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=10).shards} == {
-        0,
-        1,
-    }
+    for threshold, sharded in ((100, {0}), (10, {0, 1})):
+        found = make_sharding_plan(world, NAMES, RECIPE, threshold=threshold)
+        assert {shard.table for shard in found.shards} == sharded
     assert make_sharding_plan(world, NAMES, RECIPE, threshold=None) is None
     large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
     assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).shards} == {0}
@@ -277,8 +275,5 @@ def test_packed_rows_are_whole():
     assert {piece.columns for piece in found.shards} == {(0, 32)}
     with pytest.raises(ValueError, match="shards a by column, but its packed rows have one scale"):
         make_sharding_plan(world, NAMES, recipe, by="column", **options)
-    with pytest.raises(ValueError, match="tables in int4 can't be sharded"):
-        ShardedDense(SIZES, 32, found, dtype="int4")
-    columns = make_sharding_plan(world, NAMES, {**recipe, "tables_dtype": "fp32"}, **options)
-    with pytest.raises(ValueError, match="can't be sharded by column"):
-        ShardedDense(SIZES, 32, columns, dtype="int8")
+    with pytest.raises(ValueError, match="but tables in int4 are replicated: remove it there"):
+        make_sharding_plan(world, NAMES, recipe | {"tables_dtype": "int4"}, tables={"a": "row"})

@@ -22,7 +22,7 @@ YAML = {
     "deep mappings": ("{a: " * 500, "it is nested more than 32 deep"),
     "deep blocks": ("- " * 500, "it is nested more than 32 deep"),
     "deep by aliases": (DEEP, "it is nested more than 32 deep"),
-    "itself": ("a: &a {b: *a}", "alias 'a' refers to a value that contains it"),
+    "itself": ("a: &a {b: *a}", "an alias refers to a value that contains it"),
     "many bytes": ("x" * (1 << 20) + "xx", "it has more than 1,048,576 bytes"),
     "a long number": ("1" + "0" * 400, "it holds a number of 401 characters, more than 64"),
     "a long sum": ("1" + ":59" * 300 + ".0", "it holds a number of 903 characters"),

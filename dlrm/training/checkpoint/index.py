@@ -11,7 +11,7 @@ from pathlib import Path
 from dlrm.training.checkpoint.manifest import CheckpointName, Count, Manifest, RunState
 from dlrm.training.checkpoint.manifest_json import LIMITS, manifest_from_json
 from dlrm.training.checkpoint.tensor_files import open_regular
-from dlrm.training.run_directory import CHECKPOINTS, MANIFEST, OLD_ABOUT, checkpoints
+from dlrm.training.run_directory import CHECKPOINTS, MANIFEST, checkpoints
 from dlrm.utils.atomic import atomic_write, sync_directory
 from dlrm.utils.documents import parse_json
 from dlrm.utils.validation import Number, validate
@@ -120,10 +120,8 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is damaged, or of an earlier version.
+        ValueError: it is damaged.
     """
-    if not (directory / MANIFEST).exists() and (directory / OLD_ABOUT).exists():
-        raise ValueError("it was written by an earlier version of this program: train again")
     with open_regular(directory / MANIFEST) as file:
         text = file.read(LIMITS.size + 1)
     try:
