@@ -117,7 +117,6 @@ def prepare(
         transform=Transform.of_criteo(plan),
         split=split,
         options=options.as_dict(),
-        rules=lambda: {"dense_transform": options.dense_transform, "cap": options.cap},
         earlier=EarlierIds.given(options.ids_of, options.append_new, options.forget),
         bad_rows=options.bad_rows,
     )

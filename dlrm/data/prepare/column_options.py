@@ -91,11 +91,6 @@ def _as_column(value: Any) -> Any:
     return value if isinstance(value, Mapping | ColumnOptions) else {"kind": value}
 
 
-def _or_none(value: Any) -> Any:
-    """Columns that a file names without any are none."""
-    return {} if value is None else value
-
-
 ColumnOrKind = Annotated[ColumnOptions, BeforeValidator(_as_column)]
 
 
@@ -166,9 +161,9 @@ class TableOptions(Closed):
     weight: Text | None = None
     """A column of sample weights: numbers of 0 or more."""
     split: SplitOptions = field(default_factory=SplitOptions)
-    columns: Annotated[Mapping[Text, ColumnOrKind], BeforeValidator(_or_none)] = field(
-        default_factory=dict
-    )
+    columns: Annotated[
+        Mapping[Text, ColumnOrKind], BeforeValidator(lambda named: {} if named is None else named)
+    ] = field(default_factory=dict)
     """By name; for the kind alone, ``NAME: KIND`` is enough."""
     transform: Transform = "auto"
     """Of all numbers that don't say otherwise."""

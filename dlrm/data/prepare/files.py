@@ -91,7 +91,7 @@ class RawFile:
     """Known when all rows of a text have been read."""
 
     @classmethod
-    def open(cls, path: Path, options: TableOptions) -> RawFile:
+    def open(cls, path: Path, options: TableOptions, optional: str = "") -> RawFile:
         """Look at the beginning of a file.
 
         Raises:
@@ -106,7 +106,7 @@ class RawFile:
             _require_lines(path)
             found = cls(path=path, format=kind, names=())
         else:
-            found = _open_csv(path, options)
+            found = _open_csv(path, options, optional)
         for name, count in Counter(found.names).items():
             if count > 1:
                 raise ValueError(f"{path} has {count} columns named {name!r}; rename them")
@@ -192,10 +192,10 @@ def _written_out(keys: pa.Array, write: Callable[[bytes], str]) -> pa.Array:
     return pa.DictionaryArray.from_arrays(coded.indices, texts)
 
 
-def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
+def open_files(paths: Sequence[Path], options: TableOptions, optional: str = "") -> list[RawFile]:
     """Open the files of one table, which have one format and the same columns; see
-    :func:`without_empty`."""
-    files = [RawFile.open(path, options) for path in without_empty(paths)]
+    :func:`without_empty`. Where names are given, rows may be without an ``optional`` column."""
+    files = [RawFile.open(path, options, optional) for path in without_empty(paths)]
     require_one_table(files)
     if files[0].format != "parquet" and (names := folder_columns(files[0].path)):
         print_error(
@@ -250,8 +250,8 @@ def _format(path: Path) -> str:
     return "json" if start.lstrip()[:1] == b"{" else "csv"
 
 
-def _open_csv(path: Path, options: TableOptions) -> RawFile:
-    """Find the delimiter and the names of a CSV."""
+def _open_csv(path: Path, options: TableOptions, optional: str) -> RawFile:
+    """Find the delimiter and the names of a CSV, of which a column may be missing."""
     # The delimiter that the first line has most of.
     line = _first_line(path, options.quotes)
     delimiter = options.delimiter or max(DELIMITERS, key=line.count)
@@ -278,6 +278,8 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
                 f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
                 "list them with names: in the YAML"
             )
+    elif len(names) == len(fields) + 1 and optional in names:
+        names = tuple(name for name in names if name != optional)
     elif len(names) != len(fields):
         raise ValueError(
             f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"

@@ -68,8 +68,6 @@ class Preparation:
     split: Callable[[Spilled], Splitter]
     options: Mapping[str, Any]
     """As ``meta.json`` has them."""
-    rules: Callable[[], Any]
-    """All that features depend on besides the vocabularies, once it is known."""
     save: Callable[[Path], None] | None = None
     """Writes further results."""
     earlier: EarlierIds | None = None
@@ -148,7 +146,9 @@ class Preparation:
             self.save(work.directory)
 
         # Later rows have the numbers that a model of the earlier ones takes.
-        own = fingerprint(work.directory, [column.name for column in categorical], self.rules())
+        own = fingerprint(
+            work.directory, [column.name for column in categorical], self.transform.rules()
+        )
         dense, extends = plan.dense_names, tuple[EarlierData, ...]()
         if self.earlier is not None:
             dense, extends = self.earlier.meta.dense, self.earlier.meta.extended_by(own)

@@ -62,13 +62,11 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
     with atomic_directory(target) as temporary:
         for file in files:
             (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-            linked = False
             if file.parent.name:
                 with suppress(OSError):  # another file system, or one without links
                     os.link((source / file).resolve(), temporary / file)
-                    linked = True
-            if not linked:
-                shutil.copyfile(source / file, temporary / file)
+                    continue
+            shutil.copyfile(source / file, temporary / file)
 
 
 def prepare(transform: Transform, rows: Any, also: Sequence[str] = ()) -> pa.RecordBatch:

@@ -42,13 +42,8 @@ class SpilledBlock:
     def write(cls, path: Path, rows: pa.RecordBatch, bad: BadRows) -> None:
         """Spill converted rows, with a report on those that were left out."""
         names = rows.schema.names
-        columns = {name: entries_of(column) for name, column in zip(names, rows, strict=True)}
-        dictionaries = {
-            name: column.dictionary
-            for name, column in columns.items()
-            if pa.types.is_dictionary(column.type)
-        }
-
+        columns = zip(names, map(entries_of, rows), strict=True)
+        dictionaries = {n: c.dictionary for n, c in columns if pa.types.is_dictionary(c.type)}
         summary = {
             "rows": rows.num_rows,
             "names": names,
@@ -56,7 +51,6 @@ class SpilledBlock:
             "sizes": {name: values.nbytes for name, values in dictionaries.items()},
             "bad": bad.as_json(),
         }
-
         rows = rows.replace_schema_metadata({_SUMMARY: json.dumps(summary)})
         with (
             atomic_write(path) as temporary,

@@ -177,7 +177,6 @@ def prepare_table(
         transform=transform,
         split=split,
         options=options,
-        rules=transform.rules,
         save=save,
         earlier=earlier,
         bad_rows=bad_rows,

@@ -18,7 +18,6 @@ from .columns import ColumnPlan
 from .convert import convert_rows
 from .files import FilePart, RawFile
 
-CHUNK = 256  # rows that are searched at a time for the first good one, if there is a bad one
 Result = TypeVar("Result")
 
 
@@ -128,7 +127,7 @@ def convert_good_rows(
     errors = list(rows.bad)
 
     def good_of(positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], Result]:
-        """Those of some rows that can be converted together, from the first one on."""
+        """Those of some rows that can be converted together."""
         while True:
             try:
                 return positions, convert(rows.take(positions))
@@ -139,16 +138,8 @@ def convert_good_rows(
                 error.rows, positions = positions[wrong], np.delete(positions, wrong)
                 errors.append(error)
 
-    # The form of a time is that of the rows before, so a good row is needed before any other one
-    # can be called bad: it is searched some rows at a time.
     bad = [np.empty(0, np.int64), *(error.rows for error in errors)]
-    left = np.delete(np.arange(rows.count), np.concatenate(bad))
-    good, result = good_of(left[:0])
-    size = CHUNK
-    while len(left):
-        size = len(left) if len(good) else 2 * size
-        good, result = good_of(np.append(good, left[:size]))
-        left = left[size:]
+    good, result = good_of(np.delete(np.arange(rows.count), np.concatenate(bad)))
 
     def own_error(position: int, shared: BadRow) -> BadRow:
         """The error of a row alone, after a good one; rows with the same fault share an error."""

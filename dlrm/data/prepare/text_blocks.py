@@ -159,7 +159,8 @@ def _whole_lines(
                     f"{path}: no line end in {block_bytes:,} bytes; the input must be "
                     "text in rows: unpack archives first (or is a quote never closed?)"
                 )
-            yield _take(buffer, end)
+            yield bytes(memoryview(buffer)[:end])
+            del buffer[:end]
 
     # The last line need not have an end.
     data = bytes(buffer)
@@ -176,12 +177,6 @@ def _whole_lines(
 
 def _line_end(buffer: bytearray, limit: int) -> int:
     return buffer.rfind(b"\n", 0, limit) + 1
-
-
-def _take(buffer: bytearray, size: int) -> bytes:
-    data = bytes(memoryview(buffer)[:size])
-    del buffer[:size]
-    return data
 
 
 def _line_ends(data: bytes) -> NDArray[np.bool]:

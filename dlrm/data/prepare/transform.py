@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -237,20 +236,11 @@ class Transform:
 
     def _open(self, paths: Sequence[Path]) -> list[RawFile]:
         """The files; where names are given, their rows may be without a label."""
-        options = self.plan.options
         if self.plan.hexadecimal:
             logs = [open_log(path, scored=True) for path in without_empty(paths)]
             require_one_table(logs)
             return logs
-        try:
-            return open_files(paths, options)
-        except ValueError:
-            if options.names is None:
-                raise
-            bare = tuple(name for name in options.names if name != self.plan.label)
-            with suppress(ValueError):  # the first error is the one to report
-                return open_files(paths, replace(options, names=bare))
-            raise
+        return open_files(paths, self.plan.options, optional=self.plan.label)
 
     def _learned(self) -> dict[str, Any]:
         """Everything learned besides the vocabularies, as plain values."""
@@ -264,6 +254,9 @@ class Transform:
 
     def rules(self) -> dict[str, Any]:
         """All that the features of a row depend on besides the vocabularies, as plain values."""
+        if self.plan.hexadecimal:
+            transform = "log3" if self.plan.options.transform == "log3" else "log1p"
+            return {"dense_transform": transform, "cap": self.plan.cap}
         columns = {feature.column.name: feature.column for feature in self.plan.features}
         own = {name: dict(vars(column.options)) for name, column in columns.items()}
         for options in own.values():
@@ -295,7 +288,16 @@ class Transform:
             ValueError: the directory was not made from raw rows, or a file is damaged.
         """
         path = Path(directory) / TRANSFORM_FILE
-        made = cls._from_json(path) if path.is_file() else cls._of_criteo(directory)
+        if path.is_file():
+            made = cls._from_json(path)
+        else:
+            meta = Meta.read(directory)
+            if "dense_transform" not in meta.options or meta.tables != CRITEO_CATEGORICAL:
+                raise ValueError(
+                    f"{Path(directory) / META_FILE} was not made from raw rows by dlrm prepare: "
+                    "only prepared rows can be scored"
+                )
+            made = cls.of_criteo(criteo_plan(meta.options))
         for feature in made.plan.categorical if vocabularies else ():
             file = Path(directory) / Meta.vocabulary_file(feature.name)
             made.vocabularies[feature.name] = Vocabulary.read(
@@ -322,16 +324,6 @@ class Transform:
             raise ValueError(
                 f"{path} is not a transform ({error!r}); prepare the data again"
             ) from None
-
-    @classmethod
-    def _of_criteo(cls, directory: str | os.PathLike[str]) -> Transform:
-        meta = Meta.read(directory)
-        if "dense_transform" not in meta.options or meta.tables != CRITEO_CATEGORICAL:
-            raise ValueError(
-                f"{Path(directory) / META_FILE} was not made from raw rows by dlrm prepare: only "
-                "prepared rows can be scored"
-            )
-        return cls.of_criteo(criteo_plan(meta.options))
 
     @classmethod
     def of_criteo(cls, plan: ColumnPlan) -> Transform:

@@ -24,9 +24,8 @@ NUMBER_MISSING = (
     "?", "-", "--", ".", "<NA>", "NaT", "unknown", "Unknown",
 )  # fmt: skip
 """Texts that stand for a missing number."""
-FLOATS = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf(inity)?|nan(\(\w*\))?)$"
 ISO_TIMES = r"^\d{4}-\d\d-\d\d([ T]\d\d(:?\d\d(:?\d\d(\.\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
-"""All texts that pyarrow reads as numbers and as times, and some that it doesn't."""
+"""All texts that pyarrow reads as times, and some that it doesn't."""
 LONG = 40  # characters of a text that no advice repeats
 SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
 MISSING_TIME = np.iinfo(np.int64).min
@@ -215,7 +214,7 @@ def _parsed_numbers(
     try:
         return parse(array)
     except pa.ArrowInvalid:
-        wrong = _all_failing(array, parse, FLOATS)
+        wrong = _all_failing(array, parse)
         problem = _no_number(array[wrong[0]].as_py(), name, marks)
         raise BadValue(name, wrong, *problem) from None
 
@@ -241,8 +240,11 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
         def parse(part: pa.Array) -> pa.Array:
             return pc.strptime(part, format=form, unit="us")
     else:
-        # All with an offset from UTC, or none.
-        first = array.drop_null()[:1].cast(pa.string())
+        # All with an offset from UTC, or none, as the first that may be a time.
+        present = array.drop_null().cast(pa.string())
+        if not pc.all(pc.match_substring_regex(present[:1], ISO_TIMES)).as_py():
+            present = present.filter(pc.match_substring_regex(present, ISO_TIMES))
+        first = present[:1]
         zoned = pc.match_substring_regex(first, r"\d(Z|[+-]\d\d(:?\d\d)?)$")
         zoned = pc.and_(zoned, pc.match_substring(first, ":"))
         kind = pa.timestamp("us", "UTC" if zoned.to_pylist() == [True] else None)
@@ -253,7 +255,7 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
     try:
         return parse(array).cast(pa.timestamp("us"))
     except pa.ArrowInvalid:
-        rows = _all_failing(array, parse, ISO_TIMES if form is None else "")
+        rows = _all_failing(array, parse)
         rule = "of the format " + repr(form) if form else "ISO 8601, as all rows before are"
         problem = f"{shown(array[rows[0]].as_py())} is not a time {rule}; correct it"
         option = f", set format: (as in strptime), or set columns: {{{name}: category}}"
@@ -276,14 +278,9 @@ def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
                 waiting += [(middle, stop), (start, middle)]
 
 
-def _all_failing(array: pa.Array, convert: Callable[[pa.Array], object], likely: str) -> list[int]:
-    """The positions of all values that ``convert`` refuses, of which many may be equal. All that it
-    can convert match the pattern ``likely``; others are refused without a try."""
+def _all_failing(array: pa.Array, convert: Callable[[pa.Array], object]) -> list[int]:
+    """The positions of all values that ``convert`` refuses, of which many may be equal."""
     encoded = array.dictionary_encode()
     values = encoded.dictionary
-    candidates = pc.match_substring_regex(values, likely).to_numpy(zero_copy_only=False)
-    tried = np.flatnonzero(candidates)
-    some = values.take(pa.array(tried))
-    wrong = tried[list(failing(len(some), lambda start, stop: convert(some[start:stop])))]
-    refused = np.union1d(np.flatnonzero(~candidates), wrong)
-    return np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(), refused)).tolist()
+    wrong = [*failing(len(values), lambda start, stop: convert(values[start:stop]))]
+    return np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(), wrong)).tolist()

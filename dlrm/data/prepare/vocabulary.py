@@ -85,52 +85,43 @@ class Vocabulary:
     def find(self, values: pa.Array) -> NDArray[np.int32]:
         """The id of each of the ``values [n]``, -1 if it is not listed: texts without nulls, or
         integer keys of hex digits."""
-        if pa.types.is_integer(values.type):
-            return self._find_keys(values.to_numpy())
-        values = values.cast(TEXT)
-        if len(self) > FEW_IDS and len(self) > 4 * len(values):
-            return self._find_hashes(values)
-        return pc.index_in(values, self.values).fill_null(-1).to_numpy()
+        integers = pa.types.is_integer(values.type)
+        if not integers:
+            values = values.cast(TEXT)
+            if len(self) <= max(FEW_IDS, 4 * len(values)):
+                return pc.index_in(values, self.values).fill_null(-1).to_numpy()
 
-    @cached_property
-    def _keys(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The keys of all listed values in rising order, and the id of each."""
-        listed = np.flatnonzero(self.values.is_valid()).astype(np.int32)
-        keys, position = sort_keys(hex_keys(self.values.drop_null().cast(pa.binary())))
-        return keys, listed[position]
-
-    def _find_keys(self, wanted: NDArray[np.int64]) -> NDArray[np.int32]:
-        keys, ids = self._keys
-        found = np.full(len(wanted), -1, np.int32)
-        if len(keys):
-            position = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-            equal = keys[position] == wanted
-            found[equal] = ids[position[equal]]
-        return found
-
-    @cached_property
-    def _hashes(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The hashes of all values in rising order, and the id of each."""
-        hashes = hash_texts(self.values.fill_null(""))
-        order = np.argsort(hashes, kind="stable")
-        return hashes[order], order
-
-    def _find_hashes(self, values: pa.LargeStringArray) -> NDArray[np.int32]:
-        """The same as :meth:`find`, without a pass over the whole vocabulary each time."""
+        # Without a pass over the whole vocabulary each time.
+        found = np.full(len(values), -1, np.int32)
         hashes, ids = self._hashes
-        wanted = hash_texts(values)
+        if not len(hashes):
+            return found
+        wanted = values.to_numpy() if integers else hash_texts(values)
         position = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
-        same_hash = hashes[position] == wanted
-        found = np.where(same_hash, ids[position], -1).astype(np.int32)
+        same = hashes[position] == wanted
+        found[same] = ids[position[same]]
+        if integers:
+            return found
 
         # Few hashes of values that are not listed, or of "", are those of others.
         candidates = self.values.take(pa.array(np.maximum(found, 0)))
         equal = pc.equal(candidates, values).fill_null(False).to_numpy(zero_copy_only=False)
-        doubtful = np.flatnonzero(same_hash & ~equal)
+        doubtful = np.flatnonzero(same & ~equal)
         if len(doubtful):
             exact = pc.index_in(values.take(pa.array(doubtful)), self.values)
             found[doubtful] = exact.fill_null(-1).to_numpy()
         return found
+
+    @cached_property
+    def _hashes(self) -> tuple[NDArray, NDArray]:
+        """The hashes of all values in rising order, and the id of each; keys are their own."""
+        if self.values.type != HEX:
+            hashes = hash_texts(self.values.fill_null(""))
+            order = np.argsort(hashes, kind="stable")
+            return hashes[order], order
+        listed = np.flatnonzero(self.values.is_valid())
+        keys, position = sort_keys(hex_keys(self.values.drop_null().cast(pa.binary())))
+        return keys, listed[position]
 
     def write(self, path: Path) -> None:
         """Write the columns ``value``, ``id``, ``count`` and, if there are any, ``unseen`` and

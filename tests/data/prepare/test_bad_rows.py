@@ -71,8 +71,7 @@ def spoiled(seed, count=600, share=0.1):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3])
-def test_the_rest_is_as_if_bad_rows_were_not_there(tmp_path, share, monkeypatch):
-    monkeypatch.setattr(table_rows, "CHUNK", 16)
+def test_the_rest_is_as_if_bad_rows_were_not_there(tmp_path, share):
     lines, bad = spoiled(1, share=share)
     prepare(write(tmp_path / "bad.csv", lines), tmp_path / "out")
     clean = write(tmp_path / "clean.csv", [good_row(i) for i in range(600)])
