@@ -104,27 +104,6 @@ def test_order_depends_on_seed_and_epoch_alone(data):
     assert order(window=3) != reference
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, window):
-    write(tmp_path, columns(), files=1, group=ROWS)
-    loader = open_loader(tmp_path, batch_size=100, shuffle=True, window=window)
-    orders = []
-    for epoch in range(3):
-        loader.set_epoch(epoch)
-        orders.append(rows(loader))
-        assert sorted(orders[-1]) == list(range(ROWS))
-    assert orders[0] != orders[1] != orders[2] != orders[0]
-
-
-def test_window_mixes_row_groups(data):
-    loader = open_loader(data, batch_size=ROWS, shuffle=True, window=4)
-    (batch,) = loader
-    groups = (batch.dense[0].numpy() % 500 // 64).astype(int) + 8 * (batch.dense[0].numpy() >= 500)
-    first = sorted(set(groups[:200]))
-    assert [group // 4 for group in first] == [0, 1, 2, 3]  # one of each quarter, and no other
-    assert not (np.diff(batch.dense[0][:200].numpy()) > 0).all()
-
-
 def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(shuffle, "RUNS_PER_WINDOW", 1)
     count = 21_000  # row groups of 6,000, 4,500, 6,000 and 4,500 rows: not all runs are whole
@@ -236,17 +215,6 @@ def test_resumes_with_another_number_of_ranks(data):
         each.load_state_dict(one.state_dict())
     rest = [row for share in zip(*three, strict=True) for row in rows(share)]
     assert rest == order[160:]
-
-
-def test_end_of_an_epoch_is_a_position_too(data):
-    loader = open_loader(data, batch_size=300, shuffle=True)
-    list(loader)
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert list(loader) == []
-    loader.load_state_dict(state)
-    loader.set_epoch(1)
-    assert sorted(rows(loader)) == list(range(ROWS))
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,24 @@ from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.generator import Generator
 
 KAGGLE = profiles()["kaggle"]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
-def kaggle():
+def generator():
+    """Makes a generator of rows, of Kaggle's columns unless others are given."""
+
+    def make(rows, categorical=KAGGLE.categorical, dense=KAGGLE.dense, **options):
+        options = {"seed": 0, "auc": 0.8, "positives": 0.256, "device": CPU} | options
+        return Generator(dense, categorical, rows=rows, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def kaggle(generator):
     """A generator of the full Kaggle size."""
-    return Generator(
-        KAGGLE.dense,
-        KAGGLE.categorical,
-        rows=KAGGLE.rows,
-        seed=0,
-        auc=0.8,
-        positives=0.256,
-        device=torch.device("cpu"),
-    )
+    return generator(KAGGLE.rows)
 
 
 @pytest.fixture(scope="session")

@@ -14,18 +14,12 @@ from dlrm.data.synthetic.distributions import (
     invert,
     profiles,
 )
-from dlrm.data.synthetic.generator import Generator
 from tests.kit import read_criteo
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT.parent / "shared/data/criteo_kaggle_137k.tsv.gz"
 KAGGLE = profiles()["kaggle"]
 CPU = torch.device("cpu")
-
-
-def generator(rows, categorical=KAGGLE.categorical, dense=KAGGLE.dense, **options):
-    options = {"seed": 0, "auc": 0.8, "positives": 0.256, "device": CPU} | options
-    return Generator(dense, categorical, rows=rows, **options)
 
 
 def test_a_row_does_not_depend_on_its_block(kaggle):
@@ -124,7 +118,7 @@ def test_resized_law(cardinality):
     assert last[0] < cardinality << 12
 
 
-def test_terabyte_tables_are_within_range(monkeypatch):
+def test_terabyte_tables_are_within_range(monkeypatch, generator):
     monkeypatch.setattr("dlrm.data.synthetic.generator.PILOT_ROWS", 1 << 12)
     profile = profiles()["terabyte"]
     made = generator(profile.rows, profile.categorical, profile.dense).rows(0, 20_000)

@@ -3,22 +3,14 @@
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
 from dlrm.data.synthetic.distributions import profiles
-from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import FREQUENT, best_metrics
 
 KAGGLE = profiles()["kaggle"]
-CPU = torch.device("cpu")
-
-
-def generator(rows, categorical=KAGGLE.categorical, dense=KAGGLE.dense, **options):
-    options = {"seed": 0, "auc": 0.8, "positives": 0.256, "device": CPU} | options
-    return Generator(dense, categorical, rows=rows, **options)
 
 
 def read(directory, meta, split):
@@ -51,7 +43,7 @@ def test_truth_is_as_hard_as_the_real_data(sample, kaggle):
 
 
 @pytest.mark.parametrize(("auc", "positives"), [(0.7, 0.5), (0.9, 0.03)])
-def test_difficulty_is_by_option(auc, positives):
+def test_difficulty_is_by_option(auc, positives, generator):
     made = generator(40_000, auc=auc, positives=positives)
     sample = made.rows(0, 40_000)
     assert sample.labels.double().mean() == pytest.approx(positives, abs=0.01)

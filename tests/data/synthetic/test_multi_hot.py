@@ -11,7 +11,7 @@ import torch
 from dlrm.data import synthetic
 from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Categorical, Meta
+from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Meta
 from dlrm.data.synthetic.multi_hot import draw_bags
 
 SIZES = [1 + f % 4 for f in range(26)]
@@ -146,9 +146,7 @@ def test_mistakes_are_named(tmp_path, capsys, script, options, message):
     assert not (tmp_path / "o").exists()
 
 
-def test_columns_that_have_bags_and_text_are_refused(tmp_path, script):
-    tables = [Categorical(name="C1", cardinality=5)]
+def test_columns_that_have_bags_are_refused(tmp_path, script):
     synthetic.write(tmp_path / "flat", rows=100, cardinalities=[5], bag_sizes=[2], device="cpu")
     with pytest.raises(ValueError, match="column 'C1' is multi-hot; bags are drawn for one-hot"):
         script("make_multi_hot").convert(tmp_path / "flat", tmp_path / "o", [2])
-    assert tables[0].bag_size is None
