@@ -10,7 +10,7 @@ from dlrm.distributed.planner import imbalance, plan_shards, shard_rows
 from dlrm.embeddings.common.budget import Budget, highest_level, max_rows, split_by_rows
 from dlrm.kernels.update.row_sort import sort_rows, sort_rows_together
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.sparse_arch.table_plan import KnownIds, make_table_plan
 
 pytest.importorskip("hypothesis")  # of the dev extra, which a GPU machine may lack
 from hypothesis import assume, given
@@ -84,9 +84,10 @@ def test_a_level_fits_its_budget_and_rises_with_it(tables, budget, more):
 def test_a_plan_stays_within_its_budget(kind, tables, shares):
     names = [f"C{table}" for table in range(len(tables))]
     counts = [torch.arange(rows, 0, -1) for rows in tables]
+    ids = KnownIds(counts=lambda: counts)
     for size in (int(share * sum(tables) * 8 * 4) for share in shares):
         try:
-            plan = make_table_plan(names, tables, 8, kind, budget=str(size), counts=lambda: counts)
+            plan = make_table_plan(names, tables, 8, kind, budget=str(size), ids=ids)
         except ValueError:  # this kind has no options that are so small
             continue
         assert SparseArch(tables, 8, plan).sizes()["bytes"] <= size

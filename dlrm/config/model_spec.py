@@ -18,6 +18,7 @@ from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import (
     AUTO,
+    KnownIds,
     TablePlan,
     make_table_plan,
     parse_bytes,
@@ -69,13 +70,15 @@ def model_spec(config: RunConfig, meta: Meta, ids: IdStatistics) -> ModelSpec:
         config.emb,
         options=config.methods,
         **tables,
-        counts=ids.counts,
-        effects=ids.effects,
         dtype=dtype,
-        ordered=not meta.extends,
+        ids=KnownIds(
+            counts=ids.counts,
+            effects=ids.effects,
+            values=[column.values for column in meta.categorical],
+            ordered=not meta.extends,
+            owners=meta.owners if share else None,
+        ),
         trained=config.init_from is not None,
-        owners=meta.owners if share else None,
-        values=[column.values for column in meta.categorical],
     )
     if config.budget is not None and config.budget_counts == "training":
         plan = _plan_with_state(config, meta, config.budget, make_plan)

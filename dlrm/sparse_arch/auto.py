@@ -34,7 +34,7 @@ import numpy as np
 from torch import Tensor
 
 from dlrm.data.evidence import RANGES, SMALLEST, Effects, range_of
-from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE
+from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE, Budget
 from dlrm.embeddings.short import scale_of
 from dlrm.kernels.update.packed import record_bytes
 
@@ -230,11 +230,8 @@ class Table:
 
 
 def choose_tables(
-    num_embeddings: Sequence[int],
-    embedding_dim: int,
-    budget: int,
-    counts: Sequence[Tensor],
-    effects: Sequence[Effects],
+    budget: Budget,
+    effects: Sequence[Effects] | None = None,
     *,
     dtypes: Sequence[str] = ("fp32",),
     trained: bool = False,
@@ -242,24 +239,24 @@ def choose_tables(
     """Choose the kind and the options of every table.
 
     Args:
-        num_embeddings: rows of each table.
-        embedding_dim: length of a row.
         budget: bytes for all tables together.
-        counts: how often each id of each table occurs; ids are in order of falling frequency.
-        effects: how much the ids of each table say about the label.
+        effects: how much the ids of each table say about the label; by default equally much.
         dtypes: types that rows may have; a table of another type than the first has the option
             ``dtype``. int4 is left out in training, unless there is no other.
         trained: whether the tables will be fitted to trained ones, which takes a matrix for shorter
             rows; tables that are trained from the start do as well without.
 
     Raises:
-        ValueError: the budget is too small for one row per table.
+        ValueError: the counts are unknown, or the budget is too small for one row per table.
     """
+    if budget.counts is None:
+        raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
     if not trained:
         dtypes = [dtype for dtype in dtypes if dtype != "int4"] or dtypes
+    effects = effects or [EQUAL] * len(budget.counts)
     tables = [
-        Table(rows, embedding_dim, count, own, dtypes, projected=trained)
-        for rows, count, own in zip(num_embeddings, counts, effects, strict=True)
+        Table(rows, budget.embedding_dim, count, own, dtypes, projected=trained)
+        for rows, count, own in zip(budget.num_embeddings, budget.counts, effects, strict=True)
     ]
 
     def total(choice: Sequence[Choice]) -> int:
@@ -269,15 +266,15 @@ def choose_tables(
     low, high = PRICES
     for _ in range(STEPS):
         price = (low * high) ** 0.5
-        fits = total([table.best_at_price(price) for table in tables]) <= budget
+        fits = total([table.best_at_price(price) for table in tables]) <= budget.size
         low, high = (low, price) if fits else (price, high)
 
     choice = [table.best_at_price(high) for table in tables]
-    left = budget - total(choice)
+    left = budget.size - total(choice)
     if left < 0:
         raise ValueError(
-            f"a budget of {budget} bytes is too small for --emb auto: {len(tables)} tables need at "
-            f"least {total(choice)} bytes; raise the budget"
+            f"a budget of {budget.size} bytes is too small for --emb auto: {len(tables)} tables "
+            f"need at least {total(choice)} bytes; raise the budget"
         )
 
     # At any price, either all ids with equal counts keep a row or none, and from one price to the
@@ -294,7 +291,7 @@ def choose_tables(
         left += tables[index].size(*choice[index]) - tables[index].size(*more)
         choice[index] = more
     plan = [table.kind_and_options(*own) for table, own in zip(tables, choice, strict=True)]
-    return _look_up_together(plan, num_embeddings)
+    return _look_up_together(plan, budget.num_embeddings)
 
 
 def _look_up_together(

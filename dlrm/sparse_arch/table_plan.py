@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from dlrm.data.evidence import Effects
 from dlrm.embeddings.common.budget import DTYPES, MANY_IDS, Budget, row_bytes
 from dlrm.embeddings.registry import available
-from dlrm.sparse_arch.auto import EQUAL, choose_tables
+from dlrm.sparse_arch.auto import choose_tables
 from dlrm.utils.messages import align_right, did_you_mean, format_bytes, printable
 
 TablePlan = list[tuple[str, dict[str, Any]]]
@@ -27,6 +28,25 @@ MAX_BYTES = 2**62
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+@dataclass(frozen=True, kw_only=True)
+class KnownIds:
+    """What is known of the ids of each feature."""
+
+    counts: Callable[[], Sequence[Tensor]] | None = None
+    """Returns how often each id occurs; called if a budget needs it."""
+    effects: Callable[[], Sequence[Effects]] | None = None
+    """Returns how much the ids say about the label; called for ``auto``. Default: equally much."""
+    values: Sequence[int | None] | None = None
+    """About how many ids occur, where ids are hashes."""
+    ordered: bool = True
+    """Whether ids are in order of falling frequency, as some kinds need them."""
+    owners: Sequence[int] | None = None
+    """The feature whose table each one uses. Default: each has its own."""
+
+
+UNKNOWN = KnownIds()
+
+
 def make_table_plan(
     names: Sequence[str],
     num_embeddings: Sequence[int],
@@ -38,13 +58,9 @@ def make_table_plan(
     largest: int | None = None,
     kinds: Mapping[str, str] | None = None,
     budget: str | None = None,
-    counts: Callable[[], Sequence[Tensor]] | None = None,
-    effects: Callable[[], Sequence[Effects]] | None = None,
     dtype: str = "fp32",
-    ordered: bool = True,
+    ids: KnownIds = UNKNOWN,
     trained: bool = False,
-    owners: Sequence[int] | None = None,
-    values: Sequence[int | None] | None = None,
 ) -> TablePlan:
     """Decide the kind and the options of every table.
 
@@ -61,22 +77,17 @@ def make_table_plan(
         kinds: the kind of single tables by name, whatever their size.
         budget: memory for all tables together, as :func:`parse_bytes` reads it; it decides the
             options of the tables to compress.
-        counts: returns how often each id of each table occurs; called if the budget needs it.
-        effects: returns how much the ids of each table say about the label; called for ``auto``. By
-            default all say equally much.
         dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`; ``auto``
             gives tables this type or one of fewer bits, as the option ``dtype``.
-        ordered: whether ids are in order of falling frequency, as some kinds need them.
+        ids: what is known of the ids of each feature.
         trained: whether the tables will be fitted to trained ones, for ``auto``.
-        owners: for each feature, the one whose table it uses. Default: each has its own.
-        values: about how many ids of each table occur, where ids are hashes.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
             without a budget, or a kind that needs ids in another order.
     """
     # The plan is that of the features with a table of their own.
-    owners = owners or range(len(names))
+    owners = ids.owners or range(len(names))
     features = sorted(set(owners))
     names = [names[feature] for feature in features]
     num_embeddings = [num_embeddings[feature] for feature in features]
@@ -97,23 +108,23 @@ def make_table_plan(
         own = kinds.get(name, kind if table in chosen else "dense")
         plan.append((own, options_of_table(name, options.get(own, {}))))
     _require_known_ids(names, num_embeddings, plan)
-    if not ordered:
+    if not ids.ordered:
         _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
 
     def of_chosen(every: Sequence[Any] | None) -> Sequence[Any] | None:
         return every and [every[features[table]] for table in chosen]
 
     # Dense tables take their bytes of a budget first.
-    left = 0
-    if budget is not None:
-        left = _left_of(budget, chosen, num_embeddings, embedding_dim, dtype)
+    left = _left_of(budget, chosen, num_embeddings, embedding_dim, dtype)
     if left:
         sizes = [num_embeddings[table] for table in chosen]
         by_counts = kind == AUTO or available()[kind].budget_by_counts
-        known = of_chosen(counts()) if counts and by_counts else None
-        rest = Budget(sizes, embedding_dim, left, known, dtype, of_chosen(values))
+        counts = of_chosen(ids.counts()) if ids.counts and by_counts else None
+        rest = Budget(sizes, embedding_dim, left, counts, dtype, of_chosen(ids.values))
         if kind == AUTO:
-            fitted = _choose(rest, of_chosen(effects()) if effects else None, trained)
+            effects = of_chosen(ids.effects()) if ids.effects else None
+            narrower = DTYPES[DTYPES.index(dtype) :]  # the planner may choose fewer bits
+            fitted = choose_tables(rest, effects, dtypes=narrower, trained=trained)
         else:
             fitted = _fit_options(kind, rest, options.get(kind, {}))
         for table, (one, found) in zip(chosen, fitted, strict=True):
@@ -315,13 +326,15 @@ def _select(num_embeddings: Sequence[int], threshold: int, largest: int | None) 
 
 
 def _left_of(
-    budget: str,
+    budget: str | None,
     chosen: Sequence[int],
     num_embeddings: Sequence[int],
     embedding_dim: int,
     dtype: str,
 ) -> int:
-    """The bytes of a budget that dense tables leave to the chosen ones; 0 if there are none."""
+    """The bytes of a budget that dense tables leave to the chosen ones; 0 without either."""
+    if budget is None:
+        return 0
     if budget.strip()[-1:] in ("x", "X") and max(num_embeddings) >= MANY_IDS:
         raise ValueError(
             f"a budget of {budget} is relative to dense tables, but ids are hashes, and nobody "
@@ -336,21 +349,6 @@ def _left_of(
             "raise the budget, or compress more tables with a lower tables.threshold"
         )
     return limit - dense if chosen else 0
-
-
-def _choose(tables: Budget, effects: Sequence[Effects] | None, trained: bool) -> TablePlan:
-    """Kind and options of tables by ``auto``."""
-    if tables.counts is None:
-        raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
-    return choose_tables(
-        tables.num_embeddings,
-        tables.embedding_dim,
-        tables.size,
-        tables.counts,
-        effects or [EQUAL] * len(tables.num_embeddings),
-        dtypes=DTYPES[DTYPES.index(tables.dtype) :],  # the planner may choose fewer bits
-        trained=trained,
-    )
 
 
 def _fit_options(kind: str, tables: Budget, options: Mapping[str, Any]) -> TablePlan:

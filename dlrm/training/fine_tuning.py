@@ -23,7 +23,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import make_table_plan, owners_of
+from dlrm.sparse_arch.table_plan import KnownIds, make_table_plan, owners_of
 from dlrm.training.checkpoint import load_model
 from dlrm.training.run_directory import PREPARATION, run_directory
 
@@ -145,11 +145,13 @@ def compress(
         trained.sparse_arch.embedding_dim,
         kind,
         budget=budget,
-        counts=lambda: read_frequencies(directory, meta),
         dtype=dtype,
-        ordered=not meta.extends,
+        ids=KnownIds(
+            counts=lambda: read_frequencies(directory, meta),
+            ordered=not meta.extends,
+            owners=owners_of(spec["plan"]),
+        ),
         trained=True,
-        owners=owners_of(spec["plan"]),
     )
     pooled = ({name: own[name] for name in own if name == "mode"} for _, own in spec["plan"])
     plan = [(own, options | mode) for (own, options), mode in zip(plan, pooled, strict=True)]

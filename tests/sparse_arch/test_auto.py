@@ -11,7 +11,7 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.auto import EQUAL, RowFormat, Table, choose_tables
-from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.sparse_arch.table_plan import KnownIds, make_table_plan
 from tests.kit import combinations
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
@@ -19,8 +19,7 @@ MUCH, LITTLE = EQUAL, Effects((0.01,) * RANGES)  # what the ids of a column say
 
 
 def choose(sizes, dim, budget, counts, effects=None, **options):
-    effects = effects or [MUCH] * len(sizes)
-    return choose_tables(sizes, dim, budget, counts, effects, **options)
+    return choose_tables(Budget(sizes, dim, budget, counts), effects, **options)
 
 
 def zipf(rows, most=2**20):
@@ -205,14 +204,14 @@ def test_a_budget_without_room_for_a_row_per_table_is_refused():
 def test_the_planner_is_a_kind_of_the_plan():
     names, sizes = ["a", "b"], [50, 4000]
     counts = [zipf(50), zipf(4000)]
-    known = {"counts": lambda: counts, "effects": lambda: [MUCH, LITTLE]}
-    whole = make_table_plan(names, sizes, 8, "auto", budget="10x", **known)
+    ids = KnownIds(counts=lambda: counts, effects=lambda: [MUCH, LITTLE])
+    whole = make_table_plan(names, sizes, 8, "auto", budget="10x", ids=ids)
     effects = [MUCH, LITTLE]
     assert whole == choose(sizes, 8, 4 * 8 * 4050 // 10, counts, effects, dtypes=DTYPES)
     assert any("dtype" in options for _, options in whole)
-    narrow = make_table_plan(names, sizes, 8, "auto", budget="10x", dtype="int8", **known)
+    narrow = make_table_plan(names, sizes, 8, "auto", budget="10x", dtype="int8", ids=ids)
     assert narrow == choose(sizes, 8, 12960, counts, effects, dtypes=("int8", "int4"))
-    largest = make_table_plan(names, sizes, 8, "auto", budget="10x", largest=1, **known)
+    largest = make_table_plan(names, sizes, 8, "auto", budget="10x", largest=1, ids=ids)
     rest = choose([4000], 8, 12960 - 1600, counts[1:], effects[1:], dtypes=DTYPES)
     assert largest == [("dense", {}), *rest]
     with pytest.raises(ValueError, match="--emb auto needs a budget: set --budget"):
@@ -246,6 +245,6 @@ def test_ids_are_counted_only_for_budgets_that_depend_on_it():
         return [zipf(50), zipf(4000)]
 
     for kind, expected in (("hash", 0), ("drop", 1), ("auto", 2)):
-        known = {"counts": counts, "effects": lambda: [MUCH] * 2}
-        make_table_plan(["a", "b"], [50, 4000], 8, kind, budget="10x", **known)
+        ids = KnownIds(counts=counts, effects=lambda: [MUCH] * 2)
+        make_table_plan(["a", "b"], [50, 4000], 8, kind, budget="10x", ids=ids)
         assert len(asked) == expected

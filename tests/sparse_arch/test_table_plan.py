@@ -5,6 +5,7 @@ import torch
 
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import (
+    KnownIds,
     format_ratio,
     format_table_plan,
     make_table_plan,
@@ -44,7 +45,7 @@ def test_a_budget_is_kept_and_used(kind, ratio, dtype):
     sizes = [50, 40000, 7, 9000]
     dense = 4 * 8 * sum(sizes)
     counts = [torch.arange(rows, 0, -1) for rows in sizes]
-    wishes = {"counts": lambda: counts, "dtype": NAMES_OF[dtype]}
+    wishes = {"ids": KnownIds(counts=lambda: counts), "dtype": NAMES_OF[dtype]}
     found = make_table_plan(NAMES, sizes, 8, kind, budget=f"{ratio}x", **wishes)
     arch = SparseArch(sizes, 8, found, dtype=NAMES_OF[dtype])
     total = sum(sum(parts.values()) for parts in arch.footprint())
@@ -135,7 +136,7 @@ def test_a_budget_counts_the_options_of_tt(options, ratio, dtype):
 
 
 def test_features_with_one_vocabulary_have_one_table():
-    given = {"owners": [0, 2, 2, 3], "budget": "4x"}
+    given = {"ids": KnownIds(owners=[0, 2, 2, 3]), "budget": "4x"}
     plan = make_table_plan(["a", "b", "c", "d"], [50, 4000, 4000, 900], 8, "hash", **given)
     assert plan[1] == ("shared", {"with": 2})
     rows = [50, *(plan[slot][1]["rows"] for slot in (2, 3))]

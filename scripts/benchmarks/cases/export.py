@@ -35,7 +35,7 @@ from dlrm.export.directory import PROGRAM, WEIGHTS, compiled_file
 from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import compile_program, save_program, trace
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import TablePlan, make_table_plan
+from dlrm.sparse_arch.table_plan import KnownIds, TablePlan, make_table_plan
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
 from scripts.benchmarks.batches import draw_ids
@@ -107,7 +107,7 @@ def plan_of(name: str, rows: Sequence[int]) -> TablePlan:
         def counts() -> list[Tensor]:
             return [1e7 / torch.arange(1, own + 1) / np.log(own + 1) for own in rows]
 
-        return make_table_plan(names, rows, DIM, "auto", budget="100x", counts=counts)
+        return make_table_plan(names, rows, DIM, "auto", budget="100x", ids=KnownIds(counts=counts))
     return [("dense", {}) for _ in rows]
 
 

@@ -28,7 +28,7 @@ from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import AUTO, make_table_plan
+from dlrm.sparse_arch.table_plan import AUTO, KnownIds, make_table_plan
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
@@ -148,9 +148,8 @@ def step_of(
     torch.manual_seed(0)
     shape, own = SHAPES[case.model], {case.kind: KIND_OPTIONS.get(case.kind, {})}
     sizes = {"budget": budget} if case.kind == AUTO else {"largest": 7}
-    plan = make_table_plan(
-        NAMES, rows, shape.dim, case.kind, options=own, counts=lambda: counts(tuple(rows)), **sizes
-    )
+    ids = KnownIds(counts=lambda: counts(tuple(rows)))
+    plan = make_table_plan(NAMES, rows, shape.dim, case.kind, options=own, ids=ids, **sizes)
     with torch.device(device):
         model = DLRM(13, rows, shape.dim, plan, tables_dtype=case.dtype, **shape.options)
     return model, make_step(model, case.rule, precision=case.precision, mode=mode)
