@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,6 +15,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.training.data_parallel import GradientReducer
+from dlrm.utils.graph_recorder import GraphRecorder
 from dlrm.utils.streams import side_stream_of
 
 
@@ -143,13 +144,8 @@ class RowPrefetcher(Prefetcher):
         return LookupContext(rows_fetched=True)
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """A recorded sort: its input, and what it writes."""
-
-    graph: torch.cuda.CUDAGraph
-    ids: Tensor
-    found: list[SortedLookups]
+_Sort = tuple[Tensor, Callable[[], object], list[SortedLookups]]
+"""A recorded sort: its input, its replay, and what that writes."""
 
 
 class SortPrefetcher(Prefetcher):
@@ -168,9 +164,11 @@ class SortPrefetcher(Prefetcher):
         super().__init__()
         self._arch = arch
         self._side = side_stream_of(device, "lookups")
-        # What was sorted last may still be read: two recordings take turns.
-        self._turn = False
-        self._captured: dict[tuple[torch.Size, torch.dtype, bool], _Captured | None] = {}
+        # What was sorted last may still be read: two recorders with memory of their own take turns.
+        self._recorders: list[GraphRecorder] = []
+        if device.type == "cuda":
+            self._recorders = [GraphRecorder(device, "lookups") for _ in range(2)]
+        self._recorded: dict[tuple[GraphRecorder, torch.Size, torch.dtype], _Sort | None] = {}
         self._reset()
 
     def look_ahead(self, samples: int) -> int:
@@ -191,23 +189,25 @@ class SortPrefetcher(Prefetcher):
             self._next = self._sort(batch)
 
     def _sort(self, batch: Batch) -> list[SortedLookups]:
-        """The first two batches of a shape compile the kernels, the next two are captured."""
+        """The first two batches of a shape compile the kernels, the next two are recorded."""
         if batch.offsets is not None:
             return []
-        self._turn = not self._turn
-        key = batch.ids.shape, batch.ids.dtype, self._turn
-        if not batch.ids.is_cuda or key not in self._captured:
-            self._captured[key] = None
+        if not self._recorders:
             return self._arch.sort(batch.ids)
 
-        if (captured := self._captured[key]) is None:
-            graph, ids = torch.cuda.CUDAGraph(), batch.ids.clone()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                found = self._arch.sort(ids)
-            captured = self._captured[key] = _Captured(graph, ids, found)
-        captured.ids.copy_(batch.ids)
-        captured.graph.replay()
-        return captured.found
+        self._recorders.reverse()
+        recorder = self._recorders[0]
+        key = recorder, batch.ids.shape, batch.ids.dtype
+        if key not in self._recorded:
+            self._recorded[key] = None
+            return self._arch.sort(batch.ids)
+        if (sort := self._recorded[key]) is None:
+            ids = batch.ids.clone()
+            sort = self._recorded[key] = ids, *recorder.record(lambda: self._arch.sort(ids))
+        ids, replay, found = sort
+        ids.copy_(batch.ids)
+        replay()
+        return found
 
 
 def make_prefetcher(
