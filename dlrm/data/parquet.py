@@ -132,7 +132,8 @@ class RowGroupReader:
                 "a file was changed or replaced: prepare or describe the data again"
             )
         if rows == 0:
-            raise ValueError(f"split {split!r} of {where} is empty; choose a split that has rows")
+            remedy = "prepare rows for it, as with --split 0.8 0.1 0.1, or choose another split"
+            raise ValueError(f"split {split!r} of {where} is empty; {remedy}")
         return row_groups
 
     def decoded_bytes(self, row_group: RowGroup) -> int:

@@ -105,7 +105,8 @@ class RunLoaders(NamedTuple):
 class DayLoader:
     """The training rows of one day after another, each once: an epoch is a day.
 
-    It has what a run needs of :class:`~dlrm.data.loader.BatchLoader`.
+    Whatever it does not have itself is that of the :class:`~dlrm.data.loader.BatchLoader` of the
+    current day.
 
     Args:
         first: prepared directory of the day that is read first, next to which the others are.
@@ -124,6 +125,9 @@ class DayLoader:
         self._batches_before = 0  # of earlier days
         self._samples_before: float = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_loader"], name)
+
     def open(self, path: Path, epoch: int) -> None:
         """Go to the day in ``path``.
 
@@ -139,26 +143,6 @@ class DayLoader:
         self._waited = self.wait_seconds
         self.path, self._loader = path, loader
         self._loader.set_epoch(epoch)
-
-    @property
-    def meta(self) -> Meta:
-        """The description of the current day."""
-        return self._loader.meta
-
-    @property
-    def rows(self) -> int:
-        """Rows of the current day."""
-        return self._loader.rows
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per batch and process."""
-        return self._loader.batch_size
-
-    @property
-    def epoch(self) -> int:
-        """The number of the current day, from 0."""
-        return self._loader.epoch
 
     @property
     def begun(self) -> bool:
@@ -190,10 +174,6 @@ class DayLoader:
     def set_epoch(self, epoch: int) -> None:
         """Days are opened by :meth:`open`."""
         assert epoch == self.epoch
-
-    def footers(self) -> str:
-        """See :meth:`BatchLoader.footers`, of the current day."""
-        return self._loader.footers()
 
     def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
         """See :meth:`BatchLoader.state_dict`; the order names the day."""

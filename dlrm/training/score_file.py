@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,6 @@ import pyarrow.parquet as pq
 ROW, PROBABILITY, LABEL = "row", "probability", "label"
 """Columns of the scores."""
 GROUP_ROWS = 1 << 17  # of a row group, and of what is handed to the thread
-QUEUED = 4  # parts that wait to be written
 
 
 class ScoreFile:
@@ -37,7 +35,7 @@ class ScoreFile:
         self._held: list[pa.RecordBatch] = []
         self._held_rows = 0
         self._thread = ThreadPoolExecutor(1, "score-writer")
-        self._parts: deque[Future[None]] = deque()
+        self._writing: Future[None] | None = None
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write a batch, or keep it until there are enough.
@@ -60,7 +58,7 @@ class ScoreFile:
         try:
             if error is None and self._held:
                 self._hand_over()
-            while error is None and self._parts:
+            if error is None:
                 self._finish()
         finally:
             self._thread.shutdown(cancel_futures=True)
@@ -70,14 +68,14 @@ class ScoreFile:
     def _hand_over(self) -> None:
         table = pa.Table.from_batches(self._held)
         self._held, self._held_rows = [], 0
-        self._parts.append(self._thread.submit(self._write, table))
-        if len(self._parts) > QUEUED:
-            self._finish()
+        self._finish()
+        self._writing = self._thread.submit(self._write, table)
 
     def _finish(self) -> None:
-        """Wait for the oldest part."""
+        """Wait for what is being written."""
         try:
-            self._parts.popleft().result()
+            if self._writing is not None:
+                self._writing.result()
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{self._named} can't be written: {text}") from None

@@ -10,9 +10,9 @@ A fuzzer is a program that gives :func:`main` a function for each kind of input:
     if __name__ == "__main__":
         sys.exit(main({"meta": flipped}))
 
-``run`` is called in a fork of this process, which costs milliseconds. What a fork imports, this
-process imports too, so that the next ones have it. ``run`` returns an :class:`Outcome`, or raises:
-a ``ValueError`` or ``OSError`` of one line is a refusal. To run a program, use :func:`refusal`.
+``run`` is called in a fork of this process, which costs milliseconds. It returns an
+:class:`Outcome`, or raises: a ``ValueError`` or ``OSError`` of one line is a refusal. To run a
+program, use :func:`refusal`.
 Case ``i`` depends on the seed, its kind and ``i`` alone: ``--seed S --kind K --first I --count 1``
 repeats it.
 """
@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
-import json
 import os
 import random
 import resource
-import select
-import signal
 import sys
 import tempfile
 import time
@@ -37,10 +33,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fuzzer imports train and scripts
 
+FORK = get_context("fork")
 LONGEST_MESSAGE = 2000
 CLOSING = "See --help for every option; nothing was started."
 
@@ -102,8 +101,6 @@ class Result:
     detail: str
     seconds: float
     memory: int
-    imported: Sequence[str] = ()
-    """The modules that it imported."""
 
 
 def run_case(run: Callable[[], Outcome], limits: Limits = DEFAULT, size: int = 0) -> Result:
@@ -116,34 +113,26 @@ def run_case(run: Callable[[], Outcome], limits: Limits = DEFAULT, size: int = 0
     """
     began, allowed = time.monotonic(), limits.memory + round(limits.memory_per_byte * size)
     longest = limits.seconds * max(1, os.getloadavg()[0] / (os.cpu_count() or 1))
-    receiver, sender = os.pipe()
+    receiver, sender = FORK.Pipe(duplex=False)
     sys.stdout.flush()  # or the fork prints it once more
-    if not (child := os.fork()):
-        os.close(receiver)
-        _serve(run, allowed, sender)
-    os.close(sender)
-    answer, until = b"", began + longest
-    while select.select([receiver], [], [], max(0, until - time.monotonic()))[0]:
-        if not (piece := os.read(receiver, 1 << 16)):
-            break
-        answer += piece
-    else:
-        os.kill(child, signal.SIGKILL)
-    os.close(receiver)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    imported: Sequence[str] = ()
+    child = FORK.Process(target=_serve, args=(run, allowed, sender))
+    child.start()
+    sender.close()
+
+    outcome, detail, memory = Outcome.HANG, f"not ended in {longest:.0f} s", 0
+    if receiver.poll(longest):
+        try:
+            outcome, detail, memory = receiver.recv()
+        except EOFError:
+            child.join()
+            outcome, detail = Outcome.DIED, f"ended with status {child.exitcode}"
+    child.kill()
+    child.join()
+    if memory > allowed:
+        detail = f"{memory >> 20} MB, allowed {allowed >> 20} ({outcome}: {detail})"
+        outcome = Outcome.MEMORY
     seconds = time.monotonic() - began
-    if status == -signal.SIGKILL and seconds >= longest:
-        outcome, detail, memory = Outcome.HANG, f"not ended in {longest:.0f} s", 0
-    elif status or not answer:
-        outcome, detail, memory = Outcome.DIED, f"ended with status {status}", 0
-    else:
-        text, detail, memory, imported = json.loads(answer)
-        outcome = Outcome(text)
-        if memory > allowed:
-            detail = f"{memory >> 20} MB, allowed {allowed >> 20} ({outcome}: {detail})"
-            outcome = Outcome.MEMORY
-    return Result(outcome=outcome, detail=detail, seconds=seconds, memory=memory, imported=imported)
+    return Result(outcome=outcome, detail=detail, seconds=seconds, memory=memory)
 
 
 def refusal(program: Callable[[Sequence[str]], int | None], *arguments: object) -> str | None:
@@ -213,9 +202,6 @@ def fuzz(kind: str, make: MakeCase, seed: int, indices: Iterable[int]) -> Counte
             case = make(random.Random(f"{seed} {kind} {index}"), Path(directory))
             result = run_case(case.run, size=case.size)
 
-        for name in result.imported:
-            with contextlib.suppress(Exception):  # one that the case itself has put there
-                importlib.import_module(name)
         counts[result.outcome] += 1
         if result.outcome not in GOOD:
             print(f"{kind}, {case.what}: {result.outcome} in {result.seconds:.1f} s")
@@ -242,13 +228,13 @@ def main(kinds: Mapping[str, MakeCase]) -> int:
     return int(any(outcome not in GOOD for outcome in found))
 
 
-def _serve(run: Callable[[], Outcome], allowed: int, sender: int) -> None:
+def _serve(run: Callable[[], Outcome], allowed: int, sender: Connection) -> None:
     """In the fork: call ``run``, and send its outcome, what it printed and its memory."""
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
         sys.stdout, sys.stderr = (os.fdopen(stream, "w") for stream in (1, 2))
-        before, known = _reset_peak(), set(sys.modules)
+        before = _reset_peak()
         # A guard for the machine, far above what is allowed: address space is not memory.
         address_space = _status("VmSize") + 2 * allowed + (8 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
@@ -269,10 +255,7 @@ def _serve(run: Callable[[], Outcome], allowed: int, sender: int) -> None:
         sys.stderr.flush()
         printed.seek(0)
         detail = printed.read().decode(errors="replace")[-2000:] + detail[-4000:]
-    imported = sorted(set(sys.modules) - known)
-    answer = json.dumps([outcome, detail, memory, imported]).encode()
-    while answer:
-        answer = answer[os.write(sender, answer) :]
+    sender.send((outcome, detail, memory))
     os._exit(0)
 
 

@@ -282,7 +282,7 @@ def test_data_of_another_preparation_is_refused(criteo, programs, run, refused, 
     assert metas[0].fingerprint != metas[1].fingerprint
     message = refused(trained, other)
     assert f"{other} was prepared separately from the data of {trained}" in message
-    assert "dlrm prepare --criteo --ids-of RUN/preparation" in message
+    assert "dlrm prepare --criteo --ids-of RUN/preparation, to train on them with --spl" in message
     assert run("evaluate", trained, other, *CPU, status=2).stderr == message
     init = ("--init_from", trained, "--output", tmp_path)
     done = run("train", "--data", other, *SMALL[:-1], "new", *init, status=2)
@@ -296,6 +296,8 @@ def test_data_of_another_preparation_is_refused(criteo, programs, run, refused, 
     programs("scripts.prepare_criteo", tmp_path / "swapped", *again, "--split", "0", "0", "1")
     assert Meta.read(tmp_path / "again").fingerprint == metas[0].fingerprint
     assert '"auc"' in run("evaluate", trained, tmp_path / "again", *CPU).stdout
+    done = run("train", "--data", tmp_path / "again", *SMALL[:-1], "new", *init, status=2)
+    assert "is empty; prepare rows for it, as with --split 0.8 0.1 0.1, or" in done.stderr
 
 
 def test_a_model_is_measured_on_the_rows_of_another_day(table, programs, run, predict, tmp_path):
