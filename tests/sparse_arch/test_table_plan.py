@@ -58,19 +58,6 @@ def test_a_budget_that_all_dense_tables_fit_into_is_no_error():
     ] * len(NAMES)
 
 
-def test_impossible_wishes_say_why():
-    with pytest.raises(ValueError, match="names table 'z'"):
-        kinds_of("tt", kinds={"z": "tt"})
-    with pytest.raises(ValueError, match="used up by the dense tables"):
-        kinds_of("hash", threshold=1000, budget="100B")
-    with pytest.raises(ValueError, match=r"unknown embedding kind 'hsh', did you mean 'hash'"):
-        kinds_of("hsh", budget="10KB")
-    with pytest.raises(ValueError, match=r"unknown embedding kind 'hsh', did you mean 'hash'"):
-        kinds_of("tt", kinds={"a": "hsh"})
-    with pytest.raises(ValueError, match=r"budget and tables\.kinds exclude each other: drop one"):
-        kinds_of("hash", budget="10KB", kinds={"a": "hash"})
-
-
 def test_amounts_of_memory():
     assert parse_bytes("20MB", 0) == 20_000_000
     assert parse_bytes("1.5 KiB", 0) == 1536
@@ -89,6 +76,11 @@ def test_amounts_of_memory():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"kinds": {"z": "tt"}}, "names table 'z'"),
+        ({"kind": "hash", "threshold": 1000, "budget": "100B"}, "used up by the dense tables"),
+        ({"kind": "hsh", "budget": "10KB"}, "unknown embedding kind 'hsh', did you mean 'hash'"),
+        ({"kinds": {"a": "hsh"}}, "unknown embedding kind 'hsh', did you mean 'hash'"),
+        ({"budget": "10KB", "kinds": {"a": "hash"}}, r"tables\.kinds exclude each other: drop one"),
         ({"largest": -1}, r"tables.largest is -1, it must not be negative"),
         ({"options": {"tt": {"rank": {"z": 4}}}}, r"tt.rank names table 'z'; the data has a, b"),
         (
@@ -107,7 +99,7 @@ def test_amounts_of_memory():
 )
 def test_options_that_cannot_be_met_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_table_plan(NAMES, SIZES, 8, "tt", **arguments)
+        kinds_of(**{"kind": "tt"} | arguments)
 
 
 @pytest.mark.parametrize(

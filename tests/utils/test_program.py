@@ -35,19 +35,10 @@ def test_what_stands_behind_two_dashes_is_taken_as_it_is():
     assert (given.data, given.train) == ("d", ["--tt.rank", "3"])
 
 
-def test_help_gives_defaults_once(capsys):
+def test_help_gives_each_default_once_also_of_lists_and_without_a_text(capsys):
     parser = Parser("What it does.")
     parser.add_argument("--rows", type=int, default=3, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    text = capsys.readouterr().out
-    assert "how many (default: 3)" in text
-    assert text.count("default: 0") == 1
-
-
-def test_help_gives_the_defaults_of_lists_and_without_a_text_too(capsys):
-    parser = Parser("What it does.")
     parser.add_argument("--batches", nargs="+", type=int, default=[2048, 65536])
     parser.add_argument("--ways", nargs="+", default=["fast", "not ahead"], help="of a step")
     parser.add_argument("--options", nargs="*", default=[], help="more options")
@@ -55,6 +46,8 @@ def test_help_gives_the_defaults_of_lists_and_without_a_text_too(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
+    assert "how many (default: 3)" in text
+    assert text.count("default: 0") == 1
     assert "(default: 2048 65536) --ways" in text
     assert "of a step (default: fast 'not ahead')" in text
     assert "more options --thresholds" in text

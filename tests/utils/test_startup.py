@@ -41,38 +41,33 @@ def test_imports_without_memory_end_in_one_line(megabytes):
     assert done.stderr == b"error: there is not enough memory: raise its limit (ulimit -v)\n"
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_what_the_user_has_set_is_left_alone(name):
-    assert set_by_startup(**{name: "7"}) == {name: "7"}
-
-
-def test_threads_that_wait_spin_briefly():
+def test_threads_that_wait_spin_briefly_unless_the_user_says():
     found = set_by_startup()
     assert found.pop("GOMP_SPINCOUNT", "0") in ("0", "20000")
     assert found == {"KMP_BLOCKTIME": "0"}
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        assert set_by_startup(**{name: "7"}) == {name: "7"}
 
 
 @pytest.mark.parametrize(
-    ("load", "spins"),
-    [("1/95", "20000"), ("2/95", "0"), ("none", "0"), (None, "0")],
-    ids=["alone", "others", "odd", "unknown"],
+    ("load", "machine", "spins"),
+    [
+        ("1/95", "x86_64", "20000"),
+        ("2/95", "AMD64", "0"),
+        ("none", "x86_64", "0"),
+        (None, "x86_64", "0"),
+        ("1/95", "arm64", None),  # other CPUs spin faster
+    ],
+    ids=["alone", "others", "odd", "unknown", "arm"],
 )
-def test_they_spin_longer_if_nothing_else_runs(load, spins, monkeypatch, tmp_path):
+def test_they_spin_longer_if_nothing_else_runs(load, machine, spins, monkeypatch, tmp_path):
     if load:
         (tmp_path / "loadavg").write_text(f"0.03 0.02 0.00 {load} 4711\n")
     monkeypatch.setattr(startup, "_LOAD", str(tmp_path / "loadavg"))
-    monkeypatch.setattr(startup.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(os, "environ", {})
-    startup.bound_spinning()
-    assert os.environ["GOMP_SPINCOUNT"] == spins
-
-
-@pytest.mark.parametrize(("machine", "bounded"), [("AMD64", True), ("arm64", False)])
-def test_the_count_of_spins_is_for_cpus_that_pause(machine, bounded, monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(startup.platform, "machine", lambda: machine)
+    monkeypatch.setattr(os, "environ", {})
     startup.bound_spinning()
-    assert ("GOMP_SPINCOUNT" in os.environ) == bounded
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 @pytest.mark.parametrize(
@@ -90,17 +85,18 @@ def test_kernels_have_one_cache_and_one_process_unless_the_user_says(name, defau
 
 
 @pytest.mark.parametrize(
-    ("writable", "compiled", "unwanted", "cached"),
+    ("writable", "compiled", "unwanted", "prefix", "cached"),
     [
-        (False, False, False, True),
-        (True, False, False, False),
-        (False, True, False, False),
-        (True, False, True, True),
-        (True, True, True, False),
+        (False, False, False, None, True),
+        (True, False, False, None, False),
+        (False, True, False, None, False),
+        (True, False, True, None, True),
+        (True, True, True, None, False),
+        (False, False, True, "chosen", False),  # by the user
     ],
 )
 def test_bytecode_is_kept_for_the_user_where_it_is_not_elsewhere(
-    writable, compiled, unwanted, cached, monkeypatch, tmp_path, capsys
+    writable, compiled, unwanted, prefix, cached, monkeypatch, tmp_path, capsys
 ):
     torch = tmp_path / "torch"
     (torch / "__pycache__" if compiled else torch).mkdir(parents=True)
@@ -109,19 +105,12 @@ def test_bytecode_is_kept_for_the_user_where_it_is_not_elsewhere(
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(os, "access", lambda *_: writable)
     monkeypatch.setattr(sys, "dont_write_bytecode", unwanted)
-    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "pycache_prefix", prefix)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     startup.keep_bytecode()
-    assert sys.pycache_prefix == (str(tmp_path / "dlrm" / "bytecode") if cached else None)
+    assert sys.pycache_prefix == (str(tmp_path / "dlrm" / "bytecode") if cached else prefix)
     assert sys.dont_write_bytecode == (unwanted and not cached)
     assert ("PYTHONPYCACHEPREFIX" in capsys.readouterr().err) == cached
-
-
-def test_a_directory_for_bytecode_that_the_user_chose_is_left_alone(monkeypatch):
-    monkeypatch.setattr(sys, "pycache_prefix", "chosen")
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    startup.keep_bytecode()
-    assert (sys.pycache_prefix, sys.dont_write_bytecode) == ("chosen", True)
 
 
 def test_programs_begin_before_they_import_pytorch():
