@@ -52,22 +52,36 @@ def test_tables_are_placed_by_their_counted_load():
     assert "50% of the look-ups" in found.text
 
 
+INT4, WHOLE = {"tables_dtype": "int4"}, "shards a by column, but --optim.embeddings rowwise_adag"
+
+
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    ("recipe", "options", "message"),
     [
-        ({"z": "row"}, "sharding.tables names table 'z'; the data has a, b, c"),
-        ({"c": "row"}, "shards c by row, but tables of kind tt are replicated: remove it there"),
+        ({}, {"tables": {"z": "row"}}, "sharding.tables names table 'z'; the data has a, b, c"),
+        ({}, {"tables": {"c": "row"}}, "c by row, but tables of kind tt are replicated: remove it"),
+        (INT4, {"tables": {"a": "row"}}, "a by row, but tables in int4 are replicated: remove it"),
+        (
+            {},
+            {"exchange": "peers"},
+            "needs all processes on one host.*use --sharding.exchange",
+        ),
+        ({}, {"rule": "rowwise_adagrad", "by": "column"}, WHOLE),
+        ({}, {"rule": "rowwise_adagrad", "by": "row", "tables": {"a": "column"}}, WHOLE),
+        (
+            {"tables_dtype": "int8"},
+            {"by": "column"},
+            "a by column, but its packed rows have one",
+        ),
     ],
 )
-def test_wishes_that_cannot_be_met_say_why(tables, message):
+def test_wishes_that_cannot_be_met_say_why(recipe, options, message):
     with pytest.raises(ValueError, match=message):
-        make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
-
-
-def test_peers_on_several_hosts_are_refused():
-    message = "needs all processes on one host.*use --sharding.exchange coll"
-    with pytest.raises(ValueError, match=message):
-        make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, threshold=100, exchange="peers")
+        make_sharding_plan(World(0, 2), NAMES, RECIPE | recipe, threshold=100, **options)
+    if "rule" in options:
+        others = options | {"threshold": 100}
+        assert make_sharding_plan(World(), NAMES, RECIPE, **others) is None
+        assert make_sharding_plan(World(0, 2), NAMES, RECIPE, **others | {"rule": "adagrad"})
 
 
 def test_rows_of_any_ids_are_sharded_by_row_and_those_in_int4_not():
@@ -105,21 +119,18 @@ def test_rows_that_drop_keeps_are_sharded():
     assert group.kind() == "drop"
 
 
-@pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
-def test_one_sum_for_a_row_needs_all_its_columns(options):
-    options = {"threshold": 100, **options}
-    message = "shards a by column, but --optim.embeddings rowwise_adagrad keeps one sum for a"
-    with pytest.raises(ValueError, match=message):
-        make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, rule="rowwise_adagrad", **options)
-    assert make_sharding_plan(World(), NAMES, RECIPE, rule="rowwise_adagrad", **options) is None
-    assert make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, rule="adagrad", **options)
-
-
-def test_auto_cuts_no_columns_that_a_rule_needs_together():
-    recipe = {**RECIPE, "embedding_dim": 32}
-    for rule, columns in (("adagrad", {(0, 16), (16, 32)}), ("rowwise_adagrad", {(0, 32)})):
-        found = make_sharding_plan(World(rank=0, size=2), NAMES, recipe, rule=rule, threshold=100)
-        assert {piece.columns for piece in found.shards} == columns
+@pytest.mark.parametrize(
+    ("rule", "dtype", "columns"),
+    [
+        ("adagrad", "fp32", {(0, 16), (16, 32)}),
+        ("rowwise_adagrad", "fp32", {(0, 32)}),
+        ("adagrad", "int8", {(0, 32)}),
+    ],
+)
+def test_auto_cuts_no_columns_that_belong_together(rule, dtype, columns):
+    recipe = {**RECIPE, "embedding_dim": 32, "tables_dtype": dtype}
+    found = make_sharding_plan(World(0, 2), NAMES, recipe, rule=rule, threshold=100)
+    assert {piece.columns for piece in found.shards} == columns
 
 
 def test_peers_are_for_processes_of_one_host(monkeypatch):
@@ -265,15 +276,3 @@ def test_the_records_of_all_ranks_are_those_of_dense_tables(by):
     assert (seen[300 * record : 320 * record] == 2).all()  # replicated
     assert (seen[: 300 * record] == 1).all()
     assert (seen[320 * record :] == 1).all()
-
-
-def test_packed_rows_are_whole():
-    world = World(rank=0, size=2)
-    recipe = {**RECIPE, "embedding_dim": 32, "tables_dtype": "int8"}
-    options = {"rule": "adagrad", "threshold": 100}
-    found = make_sharding_plan(world, NAMES, recipe, **options)
-    assert {piece.columns for piece in found.shards} == {(0, 32)}
-    with pytest.raises(ValueError, match="shards a by column, but its packed rows have one scale"):
-        make_sharding_plan(world, NAMES, recipe, by="column", **options)
-    with pytest.raises(ValueError, match="but tables in int4 are replicated: remove it there"):
-        make_sharding_plan(world, NAMES, recipe | {"tables_dtype": "int4"}, tables={"a": "row"})

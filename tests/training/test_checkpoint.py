@@ -310,33 +310,26 @@ def test_others_are_refused(run, tmp_path, caplog):
     assert not any(record.exc_info for record in caplog.records)  # tracebacks that torch logs
 
 
-def test_rates_and_seeds_are_restored_and_other_options_are_those_of_the_run(tmp_path):
-    made = make("dense")
-    made[2][0].param_groups[0]["lr"].fill_(0.3)
-    save(tmp_path, 1, made)
-    _, again, others = make("dense", seed=5)
-    others[0].param_groups[0]["weight_decay"] = 0.25
-    Checkpoint.open(tmp_path).load(again, others, groups=True)
-    (group,) = others[0].param_groups
-    assert group["weight_decay"] == 0.25
-    assert torch.equal(group["lr"], torch.tensor(0.3))
-
-
-def test_optimizers_are_restored_with_the_options_that_they_have(tmp_path):
+@pytest.mark.parametrize("groups", [True, False])
+def test_optimizers_are_restored_with_rates_only_if_asked_for(groups, tmp_path):
+    """Other options are those of the run."""
     made = make("dense")
     _, model, optimizers = made
     train(model, optimizers, 1)
     save(tmp_path, 1, made)
     _, again, others = make("dense", seed=5)
-    others[0].param_groups[0]["lr"] = 0.3
-    Checkpoint.open(tmp_path).load(again, others)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    (group,) = others[0].param_groups
+    group["lr"].fill_(0.3)
+    group["weight_decay"] = 0.25
+    Checkpoint.open(tmp_path).load(again, others, groups=groups)
     states = [optimizer.state for optimizer in (*optimizers, *others)]
-    for expected, found in pairs:
+    for expected, found in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(found, expected)
         before, after = [state[p] for p in (expected, found) for state in states if p in state]
         assert all(torch.equal(after[name], before[name]) for name in before)
-    assert float(others[0].param_groups[0]["lr"]) == pytest.approx(0.3)
+    (group,) = others[0].param_groups
+    assert group["weight_decay"] == 0.25
+    assert float(group["lr"]) == pytest.approx(0.1 if groups else 0.3)
 
 
 @pytest.mark.parametrize("name", [FILE, MANIFEST])
