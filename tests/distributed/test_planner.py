@@ -99,13 +99,10 @@ def test_a_plan_as_text():
     )
     assert "rank 0: 0.0 MB, 50% of the look-ups: a rows 0-50; b columns 0-32" in text
     assert text.splitlines()[-1].startswith("imbalance 1.")
-
-
-def test_ranks_without_a_table_count_in_the_imbalance_that_is_printed():
     shards = plan_shards([100, 100], 16, 4, sharding_types=["table", "table"])
     *_, last, total = describe_shards(shards, NAMES, [1.0, 1.0], 4).splitlines()
     assert last == "rank 3: 0.0 MB, 0% of the look-ups: no table"
-    assert total == "imbalance 2.00"
+    assert total == "imbalance 2.00", "ranks without a table count"
 
 
 def test_where_there_is_room_tables_stay_whole_and_load_alone_counts():

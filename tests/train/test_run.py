@@ -72,24 +72,17 @@ def test_every_kind_trains_better_than_chance(kind, train, options, data, result
         assert tables["C2"] == {"rows": 21, "kind": "dense"}
 
 
-def test_tables_in_bf16_take_half_and_train(train, result, tmp_path):
-    train("run", "--tables.dtype", "bf16", "--optim.lr", "0.02")
-    values = result(tmp_path / "run")
-    assert values["embeddings/compression"] == 2
-    assert values["test/auc"] > 0.6
-
-
 @combinations(
     slow=pytest.mark.slow,
     kind=["dense", "drop", "hash", "block", "robe", "cafe"],
-    dtype=["int8", "int4"],
+    dtype=["bf16", "int8", "int4"],
 )
-def test_tables_in_int8_and_int4_train(kind, dtype, train, options, result, tmp_path):
+def test_tables_in_fewer_bits_train(kind, dtype, train, options, result, tmp_path):
     rule = ["--optim.embeddings", "rowwise_adagrad", "--optim.lr", "0.02"]
     train("run", *options(kind), "--tables.dtype", dtype, *rule)
     values = result(tmp_path / "run")
     assert values["test/auc"] > 0.6
-    assert values["embeddings/compression"] > {"int8": 2.4, "int4": 3.5}[dtype]
+    assert values["embeddings/compression"] >= {"bf16": 2, "int8": 2.4, "int4": 3.5}[dtype]
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,15 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("number", STATUS)
-def test_a_signal_ends_a_program_in_one_line(number, capsys):
+def test_a_signal_ends_a_program_in_one_line_unless_it_is_ignored(number, capsys):
     before = signal.getsignal(number)
     assert exit_status(lambda: os.kill(os.getpid(), number), "interrupted") == STATUS[number]
     assert capsys.readouterr().err == "interrupted\n"
-    assert signal.getsignal(number) == before
-
-
-def test_a_signal_that_is_ignored_stays_ignored(capsys):
-    """As by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert signal.signal(number, signal.SIG_IGN) == before  # as nohup does
     try:
-        assert exit_status(lambda: os.kill(os.getpid(), signal.SIGHUP)) == 0
+        assert exit_status(lambda: os.kill(os.getpid(), number)) == 0
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_deferred_signals_are_noted():

@@ -117,7 +117,10 @@ class SplitOptions(Closed):
     def __post_init__(self) -> None:
         self.shares()
         if self.by in ("time", "column") and self.column is None:
-            raise ValueError(f"by is {self.by}, so it needs a column; add column: NAME")
+            raise ValueError(
+                f"by is {self.by}, so it needs a column; "
+                f"add column: NAME, as in --split-by {self.by}:NAME"
+            )
         if self.by in ("rows", "random") and self.column is not None:
             raise ValueError(
                 f"column is {self.column!r}, but by is {self.by}; set by: time or by: column"
