@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -28,14 +28,14 @@ import pyarrow as pa
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
 from ..evidence import with_effects
-from ..schema import META_FILE, EarlierData, Meta
+from ..schema import META_FILE, Categorical, EarlierData, Meta
 from .bad_rows import BadRowsRule
-from .checks import count_classes, note_weights, require_both_classes, require_rows
+from .checks import ClassCounts, count_classes, note_weights, require_both_classes, require_rows
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
 from .spill import Spilled, spill_rows
 from .split_writer import write_splits
-from .splitting import Splitter, count_selected
+from .splitting import Splitter
 from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
 from .transform import TRANSFORM_FILE, Transform
@@ -106,9 +106,7 @@ class Preparation:
     def _make(self, work: Workspace, options: RunOptions) -> None:
         """Make all results in the workspace."""
         workers, progress = options.get("workers"), options.get("progress", True)
-        workers = cpu_count() if workers is None else workers
-        if workers < 1:
-            raise ValueError(f"--workers is {workers}; it must be at least 1")
+        workers = workers or cpu_count()
         spilled = spill_rows(
             self.source,
             work,
@@ -117,12 +115,18 @@ class Preparation:
             workers=workers,
             progress=progress,
         )
-        require_rows(spilled, self.bad_rows, self.source.paths[0], learns=self._learns)
-        splitter = self.split(spilled)
-        self._require_training(spilled, splitter)
+        learns = self.earlier is None or self.earlier.grow
+        require_rows(spilled, self.bad_rows, self.source.paths[0], learns=learns)
 
-        plan = self.transform.plan
+        # The rows of each split.
+        plan, splitter = self.transform.plan, self.split(spilled)
         counts = count_classes(spilled, splitter, plan.label, plan.weight)
+        if learns and plan.vocabulary == "train" and not counts["train"].rows.any():
+            remedy = "leave --append-new out or " if self.earlier is not None else ""
+            raise ValueError(
+                f"no rows to learn from: {spilled.rows:,} rows were read and the split leaves none "
+                f"for training; {remedy}choose another split"
+            )
         require_both_classes(counts, plan, earlier=self.earlier is not None)
         note_weights(counts["train"])
         if plan.weight is not None and self.earlier is None:
@@ -145,10 +149,16 @@ class Preparation:
         if self.save is not None:
             self.save(work.directory)
 
+        self._describe(work.directory, counts, categorical).write(work.directory)
+
+    def _describe(
+        self, directory: Path, counts: Mapping[str, ClassCounts], categorical: Sequence[Categorical]
+    ) -> Meta:
+        """The contents of ``meta.json``."""
+        plan, names = self.transform.plan, [column.name for column in categorical]
+        own = fingerprint(directory, names, self.transform.rules())
+
         # Later rows have the numbers that a model of the earlier ones takes.
-        own = fingerprint(
-            work.directory, [column.name for column in categorical], self.transform.rules()
-        )
         dense, extends = plan.dense_names, tuple[EarlierData, ...]()
         if self.earlier is not None:
             dense, extends = self.earlier.meta.dense, self.earlier.meta.extended_by(own)
@@ -157,36 +167,20 @@ class Preparation:
             weight=plan.weight,
             weight_ratio=counts["train"].weight_ratio,
             dense=dense,
-            categorical=categorical,
+            categorical=tuple(categorical),
             splits={name: own.split(f"{name}.parquet") for name, own in counts.items()},
             options=self.options,
             inputs=tuple(self.source.records()),
             fingerprint=own,
             extends=extends,
         )
-        if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
-            paths = [work / Meta.vocabulary_file(name) for name in meta.tables]
-            only = pa.schema([COUNTS.field("count")])  # the row number is the id
-            counts_of_ids = (read_vocabulary(path, only)["count"].to_numpy() for path in paths)
-            found = with_effects(work.directory, meta, counts_of_ids)
-            meta = found if self.earlier is None else replace(found, dense=meta.dense)
-        meta.write(work.directory)
-
-    @property
-    def _learns(self) -> bool:
-        """Whether the rows have ids of their own, and are not only given those of earlier ones."""
-        return self.earlier is None or self.earlier.grow
-
-    def _require_training(self, spilled: Spilled, splitter: Splitter) -> None:
-        """Check that there are rows to learn from, if anything is to be learned."""
-        if not self._learns or self.transform.plan.vocabulary == "all":
-            return
-        if not any(count_selected(splitter.training(block)) for block in spilled.blocks):
-            remedy = "leave --append-new out or " if self.earlier is not None else ""
-            raise ValueError(
-                f"no rows to learn from: {spilled.rows:,} rows were read and the split leaves none "
-                f"for training; {remedy}choose another split"
-            )
+        if not meta.has_rows("train") or plan.hashed:  # of which `auto` chooses no size
+            return meta
+        paths = [directory / Meta.vocabulary_file(name) for name in meta.tables]
+        only = pa.schema([COUNTS.field("count")])  # the row number is the id
+        counts_of_ids = (read_vocabulary(path, only)["count"].to_numpy() for path in paths)
+        found = with_effects(directory, meta, counts_of_ids)
+        return found if self.earlier is None else replace(found, dense=meta.dense)
 
 
 def _require_usable(earlier: EarlierIds, output: Path) -> None:

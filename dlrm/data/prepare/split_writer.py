@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -58,13 +57,7 @@ def write_splits(
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
-    # Noted on the way: columns without any known value so far, and how many ids there are.
-    unseen = {
-        split: [c for c in categorical if c.oov_id is not None and not c.multi_hot]
-        for split in SPLITS[1:]
-    }
     different = {c.name: DistinctIds() for c in categorical if c.cardinality == HASHED}
-    written = Counter[str]()
 
     # In order: a training row's rates count the rows before it, or those of the other half.
     with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
@@ -82,25 +75,32 @@ def write_splits(
                     writers[name] = stack.enter_context(writer)
                 writers[name](part)
 
-                written[name] += part.num_rows
                 for column, ids in different.items() if name == "train" else ():
                     own = part[column]
                     ids.add((own.flatten() if pa.types.is_list(own.type) else own).to_numpy())
-                if name in unseen:
-                    unseen[name] = [
-                        c for c in unseen[name] if (part[c.name].to_numpy() == c.oov_id).all()
-                    ]
             bar.update(sum(part.num_rows for part in parts))
 
-    for split, columns in unseen.items():
-        if columns and written[split]:
-            print_error(
-                f"note: no row of the {split} split has a value of the training rows in "
-                f"{listing([c.name for c in columns])}: all count as unseen, so its metrics say "
-                "nothing of these"
-            )
+    for split in SPLITS[1:] if blocks else ():
+        _note_unseen(split, work / f"{split}.parquet", categorical)
     counts = {name: ids.count or None for name, ids in different.items()}
     return tuple(replace(column, values=counts.get(column.name)) for column in categorical)
+
+
+def _note_unseen(split: str, path: Path, categorical: Sequence[Categorical]) -> None:
+    """Note the columns of which no row of a split has a value of the training rows."""
+    file = pq.read_metadata(path)
+    ids = {c.name: c.oov_id for c in categorical if c.oov_id is not None and not c.multi_hot}
+    limits: dict[str, set[object]] = {name: set() for name in ids}
+    for group in map(file.row_group, range(file.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if (own := limits.get(column.path_in_schema)) is not None:
+                own.update((column.statistics.min, column.statistics.max))
+
+    if unseen := [name for name, found in limits.items() if found == {ids[name]}]:
+        print_error(
+            f"note: no row of the {split} split has a value of the training rows in "
+            f"{listing(unseen)}: all count as unseen, so its metrics say nothing of these"
+        )
 
 
 def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:

@@ -532,8 +532,6 @@ def test_wrong_paths(raw, tmp_path):
     for again in (raw, tmp_path / "link.txt"):
         with pytest.raises(ValueError, match=r"\.txt is given more than once"):
             quiet([raw, again], tmp_path / "out")
-    with pytest.raises(ValueError, match="--workers is 0; it must be at least 1"):
-        quiet(raw, tmp_path / "out", workers=0)
     with pytest.raises(ValueError, match=r"train.txt is not a directory; give another --output"):
         quiet(raw, raw)
     with pytest.raises(ValueError, match=r"train.txt/out is not a directory"):
