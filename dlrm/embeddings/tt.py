@@ -198,7 +198,7 @@ class TT(CachesHotRows, Embedding):
             core.copy_(drawn.div_(drawn.square().mean(1, keepdim=True).sqrt_()))
 
         for table, rows in enumerate(self.num_embeddings):
-            slices = self._slices(table)
+            slices = table_slices([*self.cores], self._shape, table)
             scale = (1 / (3 * rows) / mean_square(slices)) ** (0.5 / len(slices))
             for core in slices:
                 core.mul_(scale)
@@ -232,17 +232,13 @@ class TT(CachesHotRows, Embedding):
             return []
         starts = row_offsets(self.in_train).tolist()
         each = zip(starts, self._cache_first, strict=True)
-        keys = torch.cat([torch.arange(start, start + count) for start, count in each])
+        keys = torch.cat([start + torch.arange(count) for start, count in each])
         return self.cache.fill(keys).split(self._cache_first)
 
     @property
     def _shape(self) -> TTShape:
         """The shape of the tables, for the ops."""
         return TTShape(self._p, self.q, self.ranks)
-
-    def _slices(self, table: int) -> list[Tensor]:
-        """The cores of one table, views of shape ``[p_k, r_{k-1}, q_k, r_k]``."""
-        return table_slices(list(self.cores), self._shape, table)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.exact is None:
@@ -285,10 +281,9 @@ class TT(CachesHotRows, Embedding):
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:
-            kept = self._kept[tables]
-            rest = (ids - kept).clamp(min=0)
-            counted = None if self.exact is None else ids >= kept
-            self.cache.observe(rest + self._row_offsets[tables], counted)
+            rest = ids - self._kept[tables]
+            counted = None if self.exact is None else rest >= 0
+            self.cache.observe(rest.clamp(min=0) + self._row_offsets[tables], counted)
 
     def cache_stats(self) -> dict[str, int]:
         """Hits and look-ups in training since the last population of the cache, if there is one."""
@@ -340,7 +335,8 @@ class TT(CachesHotRows, Embedding):
             if cached:
                 cached[table].copy_(wide[: len(cached[table])])
             fitted = tt_svd(wide, self.p[table], self.q, self.ranks)
-            for core, new in zip(self._slices(table), fitted, strict=True):
+            slices = table_slices([*self.cores], self._shape, table)
+            for core, new in zip(slices, fitted, strict=True):
                 core.copy_(new)
 
     def footprint(self) -> list[dict[str, int]]:

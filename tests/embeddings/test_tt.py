@@ -69,18 +69,6 @@ def test_rows_and_every_gradient_against_the_definition(options):
         assert a.abs().max() > 0
 
 
-def test_the_first_core_is_the_most_significant_digit():
-    group = build("tt", [24], 8, rank=2, p=[2, 3, 4])
-    row = group.rows(0, torch.tensor(1 * 12 + 2 * 4 + 3))
-    with torch.no_grad():
-        for k, digit in enumerate((1, 2, 3)):
-            for other in range(group.p[0][k]):
-                if other != digit:
-                    group.cores[k][other] = 0
-    assert torch.equal(group.rows(0, torch.tensor(23)), row)
-    assert group.to_dense().abs().sum(1).nonzero().tolist() == [[23]]
-
-
 def test_many_cores_of_many_tables():
     """The product of their slices is beyond 64 bits."""
     group, one = (build("tt", [1000] * tables, 16, rank=4, d=12) for tables in (26, 1))
@@ -88,15 +76,6 @@ def test_many_cores_of_many_tables():
         for own, core, p in zip(one.cores, group.cores, one.p[0], strict=True):
             own.copy_(core[25 * p : 26 * p])
     torch.testing.assert_close(group.to_dense(25), one.to_dense(0))
-
-
-def test_every_slice_of_a_long_core_learns():
-    group = build("tt", [220 * 200 * 250], 16, rank=2, p=[200, 220, 250], q=[2, 2, 4])
-    digits = torch.arange(250)
-    ids = (digits % 200 * 220 + digits % 220) * 250 + digits
-    group(ids[None]).square().sum().backward()
-    for core in group.cores:
-        assert (core.grad.abs().sum(1) > 0).all()
 
 
 @pytest.mark.parametrize("rows", WEIGHTS)
