@@ -17,7 +17,7 @@ from dlrm.data.evidence import read_effects
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.vocabulary import COUNTS, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
-from dlrm.data.threads import map_in_order, thread_pool
+from dlrm.data.threads import map_in_order
 from dlrm.utils.cpus import cpu_count
 
 MOST_ROWS = 1 << 24  # training rows to count; of a larger split, evenly spaced row groups
@@ -88,12 +88,11 @@ def count_ids(
             f"most of them of {column.name!r}; renumber the ids from 0, the most frequent first"
         ) from None
 
-    def add(count: Tensor, values: np.ndarray) -> None:
+    def add(column: tuple[Tensor, np.ndarray]) -> None:
+        count, values = column
         ids = torch.from_numpy(values.ravel().astype(np.int64))
         count.index_add_(0, ids, torch.ones_like(ids))
 
-    with thread_pool(cpu_count(), "id-counter") as pool:  # a column each
-        for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
-            for added in [pool.submit(add, *own) for own in zip(counts, rows.ids, strict=True)]:
-                added.result()
+    for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
+        list(map_in_order(add, zip(counts, rows.ids, strict=True), cpu_count()))
     return [count.mul_(every) for count in counts]

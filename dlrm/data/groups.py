@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.parquet import reason
+from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.vocabulary import COUNTS, VALUES, read_vocabulary
 from dlrm.data.schema import DESCRIBED, Meta
 from dlrm.utils.messages import did_you_mean
@@ -66,8 +65,20 @@ def read_groups(
 
 
 def _read_split(directory: Path, meta: Meta, split: str, column: str) -> Groups:
-    paths = [directory / name for name in meta.splits[split].files]
-    values = pa.chunked_array([_read(path, column) for path in paths]).combine_chunks()
+    reader, parts = RowGroupReader(directory, meta), []
+    for row_group in reader.row_groups(split):
+        schema = row_group.metadata.schema.to_arrow_schema()
+        if column not in schema.names:
+            raise ValueError(
+                f"{row_group.path} has no column {column!r} to group by"
+                f"{did_you_mean(column, schema.names)}"
+            )
+        if pa.types.is_nested(schema.field(column).type):
+            raise ValueError(
+                f"{row_group.path}: column {column!r} holds lists: group by another column"
+            )
+        parts += reader.read_table(row_group, [column])[column].chunks
+    values = pa.chunked_array(parts).combine_chunks()
     coded = values.dictionary_encode()
     of_rows = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
@@ -82,20 +93,3 @@ def _read_split(directory: Path, meta: Meta, split: str, column: str) -> Groups:
     return Groups(
         of_rows=of_rows, values=coded.dictionary, vocabulary=vocabulary if has_texts else None
     )
-
-
-def _read(path: Path, column: str) -> pa.Array:
-    """A column of a file, decoded."""
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            schema = file.schema_arrow
-            if column not in schema.names:
-                raise ValueError(
-                    f"{path} has no column {column!r} to group by"
-                    f"{did_you_mean(column, schema.names)}"
-                )
-            if pa.types.is_nested(schema.field(column).type):
-                raise ValueError(f"{path}: column {column!r} holds lists: group by another column")
-            return file.read([column])[column].combine_chunks()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} can't be read ({reason(error)}); write it again") from None

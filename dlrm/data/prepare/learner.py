@@ -56,7 +56,7 @@ class EarlierIds:
 
     @cached_property
     def meta(self) -> Meta:
-        """What describes the directory."""
+        """The description of the directory."""
         return Meta.read(self.directory)
 
     @classmethod
