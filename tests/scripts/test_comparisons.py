@@ -474,18 +474,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     summary = compare.summarize(table).set_index("run")
     message = f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run"
     assert message in capsys.readouterr().err
-    alone = (
-        "bf16",
-        "tt",
-        "more",
-        "default",
-        "mixed2",
-        "mixed3",
-        "largestNone",
-        "largest7",
-        "brief",
-    )
-    assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1), "alone": 1}
+    assert summary["seeds"].to_dict() == dict.fromkeys(summary.index, 1) | {"a": 2}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["emb"][["a", "bf16", "tt"]].tolist() == ["dense", "dense bf16", "tt"]
     assert summary["options"].to_dict() == {
@@ -594,25 +583,23 @@ def start(name, data, runs):
 
 
 @pytest.mark.slow
-def test_no_run_goes_on_when_the_program_is_killed(data, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_program_that_is_killed_or_interrupted_ends_with_its_runs(sent, data, tmp_path):
     process = start("frontier", data, tmp_path)
-    process.kill()
-    try:
-        process.communicate(timeout=20)  # until the workers, which share its stderr, have ended
+    if sent == signal.SIGKILL:
+        process.kill()
+    else:
+        os.killpg(process.pid, sent)  # as Ctrl-C does, to all of its processes
+    try:  # until the workers, which share its stderr, have ended
+        error = process.communicate(timeout=30)[1]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_interrupted_it_ends_at_once_and_says_how_to_resume(data, tmp_path):
-    process = start("frontier", data, tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes
-    error = process.communicate(timeout=30)[1]
-    assert process.returncode == 130
-    assert "interrupted; run the same command again to resume" in error
-    assert "Traceback" not in error
-    assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
+    if sent == signal.SIGINT:
+        assert process.returncode == 130
+        assert "interrupted; run the same command again to resume" in error
+        assert "Traceback" not in error
+        assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
 
 
 @pytest.mark.slow
@@ -666,23 +653,18 @@ def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, ca
     assert "Traceback" not in error
 
 
-def test_options_that_cannot_be_are_told_beside_a_run_that_has_finished_too(
-    script, tmp_path, capsys
-):
+def test_options_that_cannot_be_and_crashes_are_no_results(script, tmp_path, monkeypatch, capsys):
+    """They are reported next to a run that has finished, too."""
+    runner = script("runner")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "result.json").write_text('{"options": {}}')
-    runner = script("runner").Runner(tmp_path, 1, ["--epoch=2"])
     with pytest.raises(SystemExit):
-        runner.train([("a", [])], "data")
+        runner.Runner(tmp_path, 1, ["--epoch=2"]).train([("a", [])], "data")
     assert "unknown option --epoch, did you mean --epochs?" in capsys.readouterr().err
-
-
-def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
-    runner = script("runner")
     monkeypatch.setattr(script("train"), "main", lambda arguments: 1 / 0)
-    with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
-        runner.train_one((tmp_path / "a", [], False))
-    assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
+    with pytest.raises(ChildProcessError, match=r"run b failed; see .*b\.log"):
+        runner.train_one((tmp_path / "b", [], False))
+    assert "ZeroDivisionError" in (tmp_path / "b.log").read_text()
 
 
 def test_a_ratio_of_a_million_is_a_budget_that_train_reads(script):

@@ -180,7 +180,7 @@ def test_no_column_is_dropped_silently(tmp_path, capsys):
         ({"columns": ["price"]}, "columns is .*, it must hold names and values, as name: value"),
         ({"min_count": "two"}, "min_count is 'two', it must be a whole number"),
         ({"split": {"train": 0.9}}, "train, val and test are 0.9, 0.1, 0.1; they must be"),
-        ({"split": {"by": "time"}}, "by is time, so it needs a column"),
+        ({"split": {"by": "time"}}, "needs a column; add column: NAME, as in --split-by time:N"),
         ({"split": "random"}, "split is 'random', it must hold names and values"),
         (
             {"split": {"by": "column", "column": "city"}, "columns": {"price": "category"}},
