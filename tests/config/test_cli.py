@@ -144,8 +144,9 @@ def test_learning_rates_of_both_parts(given, rates):
 
 def test_yaml_sets_and_the_command_line_overrides(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("emb: tt\nbatch_size: 64\ntt:\n  rank: 8\noptim: {lr: 0.5}\n")
+    path.write_text("emb: tt\nbatch_size: 64\ntt:\n  rank: 8\noptim: {lr: 0.5}\nname: 2024-01-01")
     config, _ = parse(["--batch-size", "32", "--config", str(path)], KINDS)
+    assert config.name == "2024-01-01", "which YAML takes for a date"
     assert (config.emb, config.batch_size, config.optim.lr) == ("tt", 32, 0.5)
     assert config.methods["tt"] == {"rank": 8}
 
@@ -221,12 +222,6 @@ def test_an_option_of_a_thousand_tables_takes_no_time(tmp_path):
     assert time.process_time() - began < 5
     assert config.methods["tt"]["q"] == tables
     assert yaml.safe_load(resolved)["tt"]["q"] == tables
-
-
-def test_a_name_in_yaml_may_look_like_a_date(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("name: 2024-01-01\n")
-    assert parse([f"--config={path}"], KINDS)[0].name == "2024-01-01"
 
 
 def test_resolved_configuration_reads_back(tmp_path):

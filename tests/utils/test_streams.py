@@ -16,15 +16,18 @@ def slow_sum(x):
     return x.sum()
 
 
-def test_both_sides_see_what_came_before(device):
+@pytest.mark.parametrize("event", [False, True])
+def test_both_sides_see_what_came_before_them_or_an_event(event, device):
     side = side_stream_of(torch.ones(1, device=device).device)
     for step in range(5):
         x = torch.full((512, 512), float(step), device=device)
-        with side.fork():
-            parallel = slow_sum(x)
-        here = x.sum()
+        total = slow_sum(x)
+        begin = side.record_event() if event else None
+        here = slow_sum(torch.ones_like(x)) if event else x.sum()
+        with side.fork(after=begin):
+            parallel = 2 * total
         side.join()
-        assert (parallel - here).item() == 0
+        assert (parallel + here).item() == (2 * step + (1 if event else step)) * 512 * 512
 
 
 def test_backward_passes_of_both_sides_meet(device):
@@ -47,18 +50,6 @@ def test_without_waiting_the_side_continues_after_its_own_work(device):
         doubled = 2 * total
     side.join()
     assert doubled.item() == 2 * 512 * 512
-
-
-def test_after_an_event_the_side_sees_what_came_before_it(device):
-    side = side_stream_of(torch.ones(1, device=device).device)
-    for step in range(5):
-        x = slow_sum(torch.full((512, 512), float(step), device=device))
-        begin = side.record_event()
-        here = slow_sum(torch.ones(512, 512, device=device))
-        with side.fork(after=begin):
-            parallel = 2 * x
-        side.join()
-        assert (parallel + here).item() == (2 * step + 1) * 512 * 512
 
 
 def test_there_is_one_side_per_device(device):
