@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,6 +14,7 @@ from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.text_blocks import is_unchecked_zstd
 from dlrm.data.schema import Meta
 from dlrm.utils.messages import listing, print_error
+from dlrm.utils.name_order import in_order_of_numbers
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
@@ -96,8 +96,8 @@ def _note_constant(output: Path, meta: Meta) -> None:
 def _note_order(inputs: Sequence[Path]) -> None:
     """Warn if the numbers of files go back: in a shell, ``day_*`` has day_10 before day_2."""
     for one, other in pairwise(inputs):
-        parts, others = (re.split(r"(\d+)", str(path)) for path in (one, other))
-        if parts[::2] == others[::2] and [*map(int, parts[1::2])] > [*map(int, others[1::2])]:
+        (parts, _), (others, _) = map(in_order_of_numbers, (one, other))
+        if parts[::2] == others[::2] and parts > others:
             print_error(
                 f"note: {one} comes before {other}, but inputs must be in the order of time: in a "
                 "shell, day_{0..23} is in the order of numbers, day_* is not"

@@ -59,18 +59,21 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     temporary = directory.parent / f"{directory.name}.tmp"
     with disk_full_names(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(directory):
+    lock_file = directory.parent / f"{directory.name}.lock"
+    busy = f"{directory} is being written by another process; wait for it, or choose another output"
+    lock = hold(lock_file, lambda: busy)
+    try:
         _require_empty(directory)  # another process may have written it meanwhile
         shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            with disk_full_names(directory):
-                temporary.mkdir()
-                yield temporary
-                temporary.replace(directory)
-        except BaseException:
-            with suppress(OSError):  # the first error is the one to report
-                shutil.rmtree(temporary)
-            raise
+        with disk_full_names(directory):
+            temporary.mkdir()
+            yield temporary
+            temporary.replace(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # Windows removes it when it is released
+            lock_file.unlink()
+        lock.release()
 
 
 def sync_directory(directory: Path) -> None:
@@ -88,29 +91,6 @@ def sync_directory(directory: Path) -> None:
 def _require_empty(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} already exists; choose another output or remove it")
-
-
-@contextmanager
-def _only_writer(directory: Path) -> Iterator[None]:
-    """Hold a lock file next to a directory.
-
-    Raises:
-        ValueError: another process holds it.
-    """
-    path = directory.parent / f"{directory.name}.lock"
-    lock = hold(
-        path,
-        lambda: (
-            f"{directory} is being written by another process; wait for it, or choose another "
-            "output"
-        ),
-    )
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # Windows removes it when it is released
-            path.unlink()
-        lock.release()
 
 
 def hold(path: Path, busy: Callable[[], str], patience: float = 0) -> FileLock:

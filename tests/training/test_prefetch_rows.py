@@ -136,13 +136,16 @@ def moves(plan, device, monkeypatch):
     return moved
 
 
-def test_rows_of_several_batches_are_moved_together_while_all_is_announced(device, monkeypatch):
-    moved = moves([("offload", {"cache_rows": 600})] * 3, device, monkeypatch)
-    assert moved == [(32, False), (128, True), (128, True), (96, True)]
+OFFLOAD = "offload", {"cache_rows": 600}
 
 
-def test_tables_without_a_cache_do_not_hold_up_those_with_one(device, monkeypatch):
-    plan = [("offload", {"cache_rows": 600}), ("offload", {"cache_rows": 0}), ("dense", {})]
+@pytest.mark.parametrize(
+    "plan", [[OFFLOAD] * 3, [OFFLOAD, ("offload", {"cache_rows": 0}), ("dense", {})]]
+)
+def test_rows_of_several_batches_are_moved_together_while_all_is_announced(
+    plan, device, monkeypatch
+):
+    """Tables without a cache do not hold up those with one."""
     moved = moves(plan, device, monkeypatch)
     assert moved == [(32, False), (128, True), (128, True), (96, True)]
 
