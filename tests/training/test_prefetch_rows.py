@@ -139,14 +139,12 @@ def moves(plan, device, monkeypatch):
 OFFLOAD = "offload", {"cache_rows": 600}
 
 
-@pytest.mark.parametrize(
-    "plan", [[OFFLOAD] * 3, [OFFLOAD, ("offload", {"cache_rows": 0}), ("dense", {})]]
-)
+@pytest.mark.parametrize("other", [OFFLOAD, ("offload", {"cache_rows": 0}), ("dense", {})])
 def test_rows_of_several_batches_are_moved_together_while_all_is_announced(
-    plan, device, monkeypatch
+    other, device, monkeypatch
 ):
     """Tables without a cache do not hold up those with one."""
-    moved = moves(plan, device, monkeypatch)
+    moved = moves([OFFLOAD, other, OFFLOAD], device, monkeypatch)
     assert moved == [(32, False), (128, True), (128, True), (96, True)]
 
 
