@@ -11,9 +11,8 @@ JSON file. The time of a step is measured separately, after all runs.
 With several prepared directories, or one that holds them, as ``bench_logs.py`` makes them, each has
 a table and a panel of its own, next to the results of boosted trees on the same rows.
 
-With ``--rates`` and ``--validation DIR``, the learning rate of the embeddings is first chosen for
-each kind: the one with the best AUC on the validation split of that data. If that is the highest of
-them, higher ones are tried too. ``--lr tt=0.002 hash=0.006`` sets rates that are already known.
+Learning rates are those of the program or the configuration, unless ``--lr tt=0.002 hash=0.006``
+sets those of the embeddings of some kinds.
 
 ``drop`` is the baseline that every method should beat: it keeps the frequent rows, and all others
 share one row. ``auto`` is the planner, which may mix kinds. ``tt+cache`` also keeps the most used
@@ -58,7 +57,6 @@ from scripts.experiments.runner import (
 )
 
 CACHED = "tt+cache"
-MORE_RATES = 4  # doublings of the highest learning rate while it is the best
 KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
 
 
@@ -73,13 +71,7 @@ def arguments() -> Parser:
     ratios = [2, 10, 30, 100, 300, 1000]
     add("--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios")
 
-    # Learning rates of the embeddings, to be chosen or known.
-    add("--rates", nargs="+", type=positive_arg, help="learning rates to choose from")
-    at = "compression ratio at which the learning rates are chosen"
-    add("--rates-at", type=positive_arg, default=10, help=at)
-    add("--validation", help="prepared directory with a validation split")
-
-    text = "known learning rates of the embeddings, e.g. tt=0.002"
+    text = "learning rates of the embeddings of some kinds, e.g. tt=0.002"
     add("--lr", nargs="+", default=[], metavar="KIND=RATE", type=known_rate, help=text)
     add_run_arguments(parser, "frontier")
     return parser
@@ -118,62 +110,6 @@ def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> 
 def rate_of(kind: str, rates: Mapping[str, float]) -> float | None:
     """The learning rate of a kind, or else that of the kind without a type."""
     return rates.get(kind, rates.get(kind.partition(":")[0]))
-
-
-def choose_rates(options: argparse.Namespace, runner: Runner) -> tuple[dict[str, float], list[str]]:
-    """Choose the learning rate of each kind by validation AUC, averaged over two seeds.
-
-    While the highest rate of a kind is its best one, twice that rate is tried too.
-
-    Returns:
-        The rate of each kind for which a run finished, and why some runs are impossible.
-    """
-    kinds = [kind for kind in ("dense", *options.kinds) if rate_of(kind, dict(options.lr)) is None]
-    todo = dict.fromkeys(kinds, options.rates)
-    tried: dict[str, dict[float, float]] = {kind: {} for kind in kinds}
-    best: dict[str, float] = {}
-    impossible: list[str] = []
-    for more in range(MORE_RATES, -1, -1):
-        aucs, reasons = _try_rates(todo, options, runner)
-        impossible += reasons
-        for (kind, rate), auc in aucs.items():
-            tried[kind][rate] = auc
-        best = {kind: max(own, key=own.__getitem__) for kind, own in tried.items() if own}
-        todo = {kind: [2 * rate] for kind, rate in best.items() if rate == max(tried[kind])}
-        for kind in todo:
-            then = f"trying {2 * best[kind]:g}" if more else "higher ones were not tried"
-            print(f"{kind}: the highest learning rate, {best[kind]:g}, is the best; {then}")
-        if not todo:
-            break
-    return best, impossible
-
-
-def _try_rates(
-    rates: Mapping[str, Sequence[float]], options: argparse.Namespace, runner: Runner
-) -> tuple[dict[tuple[str, float], float], list[str]]:
-    """The validation AUC of kinds and rates, and why some runs are impossible."""
-    rows = sum(Meta.read(options.validation).cardinalities)
-    candidates: dict[tuple[str, float], list[RunSpec]] = {}
-    for kind, rate in ((kind, rate) for kind, own in rates.items() for rate in own):
-        runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
-        named = [RunSpec(f"rate-{rate:g}-{run.name}", run.options) for run in runs]
-        candidates[kind, rate] = named
-
-    todo = [run for runs in candidates.values() for run in runs]
-    impossible = runner.train(todo, options.validation)
-
-    found = {}
-    for chosen, runs in candidates.items():
-        names = [run.name for run in runs if runner.finished(run.name)]
-        aucs = [runner.metrics(name)["val/auc"] for name in names]
-        if None in aucs:
-            raise ValueError(
-                f"the val split of {options.validation} has rows of only one label, so no rate can "
-                "be chosen: prepare it with more rows"
-            )
-        if aucs:
-            found[chosen] = sum(aucs) / len(aucs)
-    return found, impossible
 
 
 def prepared(given: Sequence[Path]) -> dict[str, Path]:
@@ -240,11 +176,7 @@ def check(options: argparse.Namespace, data: Mapping[str, Path]) -> None:
     """
     for path in data.values():
         require_rows(path, Meta.read(path), "test")
-    if options.validation:
-        require_rows(options.validation, Meta.read(options.validation), "val")
     require_kinds([*options.kinds, *dict(options.lr)])
-    if bool(options.rates) != bool(options.validation):
-        raise ValueError("--rates and --validation go together")
 
 
 def runs_on(
@@ -270,8 +202,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
         common.insert(0, f"--config={Path(options.config).resolve()}")
     runner = Runner(options.runs, options.jobs, common, results_only=True)
 
-    rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
-    rates |= dict(options.lr)
+    rates = dict(options.lr)
 
     # All runs, by name.
     options_of: dict[str, list[str]] = {}
@@ -280,7 +211,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
         runs = dict(runs_on(path, options, rates, f"{name}-" if len(data) > 1 else ""))
         options_of |= runs
         data_of |= dict.fromkeys(runs, path)
-    impossible += runner.train([RunSpec(*run) for run in options_of.items()])
+    impossible = runner.train([RunSpec(*run) for run in options_of.items()])
     print(*impossible, sep="\n")
     finished = [options.runs / name for name in options_of if runner.finished(name)]
     if not finished:

@@ -159,15 +159,13 @@ def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
-    given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]
-    given += ["--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100", "--rates-at", "4"]
+def test_a_frontier_with_known_rates(script, data, tmp_path):
+    given = ["--data", str(data), "--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100"]
     given += ["--seeds", "1", "--lr", "auto=0.03", "tt+cache=0.02", "dense=0.01"]
     given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
     given += ["--json", str(tmp_path / "result.json"), "--options", *SMALL]
     assert script("frontier").main(given) == 0
     report = json.loads((tmp_path / "result.json").read_text())
-    assert report["embeddings_lr"].pop("block") in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
     assert report["embeddings_lr"] == {"auto": 0.03, "tt+cache": 0.02, "dense": 0.01}
     (impossible,) = report["impossible"]
     assert impossible.startswith("block-100x-0: error: a budget of")
@@ -191,23 +189,14 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
-    script, data, tmp_path, capsys
-):
-    given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "--rates-at", "100"]
+def test_no_run_is_made_twice(script, data, tmp_path, capsys):
+    given = ["--data", str(data)]
     given += ["--kinds", "block", "dense", "block", "--ratios", "4", "4.0", "--seeds", "1"]
     given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png"), "--jobs", "2"]
     given += ["--json", str(tmp_path / "result.json"), "--no-timing", "--options", *SMALL]
     assert script("frontier").main(given) == 0
-    printed = capsys.readouterr()
-    assert "rate-0.01-block-100x-0: error: a budget of" in printed.out
-    assert "repeats the seed" not in printed.err
+    assert "repeats the seed" not in capsys.readouterr().err
     report = json.loads((tmp_path / "result.json").read_text())
-    assert report["embeddings_lr"].keys() == {"dense"}
-    assert [why.partition(":")[0] for why in report["impossible"]] == [
-        "rate-0.01-block-100x-0",
-        "rate-0.01-block-100x-1",
-    ]
     assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
 
 
@@ -225,38 +214,6 @@ def test_a_kind_of_another_type_has_the_rate_of_the_kind(script):
         *("--optim.embeddings_lr=0.03", "--budget=10x"),
     ]
     assert frontier.point("dense:int8", 10, 2, None, 1000).name == "dense-int8-2"
-
-
-@pytest.mark.parametrize(("peak", "chosen", "last"), [(0.4, 0.4, 0.8), (9.0, 3.2, 3.2)])
-def test_higher_rates_are_tried_while_the_highest_is_the_best(
-    script, data, tmp_path, capsys, peak, chosen, last
-):
-    def train(runs, _):
-        for name, _ in runs:
-            rate = float(name.split("-")[1])
-            finished(tmp_path / name, metrics={"val/auc": 0.9 - abs(rate - peak) / 20})
-        return []
-
-    frontier, runner = script("frontier"), script("runner").Runner(tmp_path, 1, [])
-    runner.train = train
-    given = ["--data", str(data), "--validation", str(data), "--rates", "0.1", "0.2"]
-    options = frontier.arguments().parse_args([*given, "--kinds", "dense"])
-    assert frontier.choose_rates(options, runner) == ({"dense": chosen}, [])
-    assert max(float(path.name.split("-")[1]) for path in tmp_path.iterdir()) == last
-    printed = capsys.readouterr().out
-    assert "dense: the highest learning rate, 0.2, is the best; trying 0.4" in printed
-    assert ("higher ones were not tried" in printed) == (peak > last)
-
-
-def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsys):
-    for name in ("rate-0.1-dense-0", "rate-0.1-dense-1"):
-        finished(tmp_path / name, metrics={"val/auc": None})
-    frontier, runner = script("frontier"), script("runner").Runner(tmp_path, 1, [])
-    runner.train = lambda *_: []
-    given = ["--data", str(data), "--validation", str(data), "--rates", "0.1"]
-    options = frontier.arguments().parse_args([*given, "--kinds", "dense"])
-    with pytest.raises(ValueError, match=f"val split of {data} has rows of only one label"):
-        frontier.choose_rates(options, runner)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -372,10 +329,8 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
     for main, given, message in (
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
-        (frontier, ["--data", str(data), "--rates", "0.1"], "--rates and --validation go together"),
         (frontier, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (tt_rec, ["--data", bare], "no_test has no test rows, which the comparison needs"),
-        (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
         (trees, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
         (
@@ -413,8 +368,7 @@ def test_every_option_is_explained(script, name):
         ("frontier", ["--data", "d", "--seeds", "two"], "1 or more"),
         ("frontier", ["--data", "d", "--lr", "tt"], "is 'tt', it must be a kind and a rate"),
         ("frontier", ["--data", "d", "--lr", "tt=nan"], "is 'tt=nan', it must be a kind and a"),
-        ("frontier", ["--data", "d", "--rates", "-1"], "--rates: is '-1', it must be a number"),
-        ("frontier", ["--data", "d", "--rates-at", "0"], "--rates-at: is '0', it must be a number"),
+        ("frontier", ["--data", "d", "--ratios", "-1"], "--ratios: is '-1', it must be a number"),
         ("evaluate", ["run", "data", "--batch-size", "0"], "--batch-size: is '0', it must be"),
         ("frontier", ["--data", "d", "--plot", "a.jpg"], "its name must end in .png, .svg or .pdf"),
     ],
