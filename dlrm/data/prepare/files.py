@@ -103,7 +103,11 @@ class RawFile:
             folders = (name for name in folder_columns(path) if name not in names)
             found = cls(path=path, format=kind, names=(*names, *folders))
         elif kind == "json":
-            _require_lines(path)
+            if BlockReader(path).start(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+                raise ValueError(
+                    f"{path} is one JSON array; write each of its entries on a line of its own, "
+                    "for example with jq -c '.[]'"
+                )
             found = cls(path=path, format=kind, names=())
         else:
             found = _open_csv(path, options, optional)
@@ -319,15 +323,6 @@ def _first_line(path: Path, quotes: bool) -> str:
             f"{path}, first line: byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the "
             "file, for example with iconv"
         ) from None
-
-
-def _require_lines(path: Path) -> None:
-    """Raise if a JSON file is one array, as many programs write."""
-    if BlockReader(path).start(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-        raise ValueError(
-            f"{path} is one JSON array; write each of its entries on a line of its own, for "
-            "example with jq -c '.[]'"
-        )
 
 
 def no_header_hint(file: RawFile) -> str:

@@ -275,14 +275,8 @@ def _misfits(lines: Sequence[bytes], types: Mapping[str, pa.DataType]) -> list[i
     """The lines that certainly are no JSON, or have a text for a number, a list for a text... They
     are found much faster than by reading some lines at a time with pyarrow."""
     # The classes of Python that the value of a column may have.
-    fitting: dict[str, tuple[type, ...]] = {}
-    for name, kind in types.items():
-        if is_text(kind):
-            fitting[name] = (str,)
-        elif is_number(kind):
-            fitting[name] = (int, float)
-        elif is_list(kind):
-            fitting[name] = (list,)
+    classes = (is_text, (str,)), (is_number, (int, float)), (is_list, (list,))
+    fitting = {name: own for name, kind in types.items() for fits, own in classes if fits(kind)}
 
     found = []
     for position, line in enumerate(lines):
