@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import log_lines, metrics_of, write_synthetic
-from tests.kit import losses as logged_losses
+from tests.kit import write_synthetic
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,21 +63,3 @@ def two_steps(data, tmp_path_factory):
         patched.syspath_prepend(str(ROOT))
         assert importlib.import_module("dlrm.commands.train").main([*given, *SMALL]) == 0
     return output / "run"
-
-
-@pytest.fixture
-def lines():
-    """The logged lines of a run."""
-    return log_lines
-
-
-@pytest.fixture
-def losses():
-    """The logged losses of a run by step."""
-    return logged_losses
-
-
-@pytest.fixture
-def result():
-    """The final metrics of a run."""
-    return metrics_of

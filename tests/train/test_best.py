@@ -23,6 +23,7 @@ from dlrm.training.checkpoint import timer as checkpoint_timer
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.fine_tuning import auc_lost, rates_after_fit
+from tests.kit import log_lines, metrics_of
 
 OVERFIT = ["--optim.lr", "0.1", "--epochs", "6", "--eval_every", "10"]
 """A run that is at its best in the first epochs."""
@@ -32,16 +33,14 @@ def validations(lines):
     return {line["step"]: line["val/auc"] for line in lines if "val/auc" in line}
 
 
-def test_a_run_stops_early_and_its_best_state_is_the_result(
-    run, train, lines, result, data, tmp_path
-):
+def test_a_run_stops_early_and_its_best_state_is_the_result(run, train, data, tmp_path):
     done = train("run", *OVERFIT)
-    found = validations(lines(tmp_path / "run"))
+    found = validations(log_lines(tmp_path / "run"))
     best, last = max(found, key=found.get), max(found)
     assert last - best == 30, "an epoch has 37 steps, so 3 evaluations"
     assert f"stopped at step {last}: validation AUC has not risen since step {best};" in done.stdout
     assert f"best validation    at step {best}, the result" in done.stdout
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert values["best_step"] == best
     assert values["val/auc"] == found[best]
     assert values["last/auc"] != values["test/auc"]
@@ -50,10 +49,10 @@ def test_a_run_stops_early_and_its_best_state_is_the_result(
         assert again["auc"] == values[f"{group}/auc"]
         assert again["log_loss"] == values[f"{group}/log_loss"]
     run("train", "--resume", tmp_path / "run")
-    assert result(tmp_path / "run") == values
+    assert metrics_of(tmp_path / "run") == values
 
 
-def test_a_lost_best_state_is_told_and_not_claimed(run, train, result, data, tmp_path):
+def test_a_lost_best_state_is_told_and_not_claimed(run, train, data, tmp_path):
     """``best_step`` is that of the metrics that are reported, or is not reported."""
     whole = tmp_path / "run"
     train("run", *OVERFIT, "--max_steps", "60", "--patience", "0")
@@ -61,7 +60,7 @@ def test_a_lost_best_state_is_told_and_not_claimed(run, train, result, data, tmp
     other = tmp_path / "other"
     train("other", *OVERFIT, "--max_steps", "20", "--seed", "7", "--eval_every", "10")
     theirs = next((other / "checkpoints").glob("step_*"))
-    values = result(whole)
+    values = metrics_of(whole)
     assert values["best_step"] < 60
     for way, why in (("removed", "No such file"), ("another run's", "of another run")):
         copy = shutil.copytree(whole, tmp_path / way)
@@ -75,13 +74,13 @@ def test_a_lost_best_state_is_told_and_not_claimed(run, train, result, data, tmp
         (copy / "result.json").unlink()
         done = run("train", "--resume", copy)
         assert re.search(f"warning: the best checkpoint, {lost}, is lost: .*{why}", done.stderr)
-        again = result(copy)
+        again = metrics_of(copy)
         assert "best_step" not in again
         assert again["test/auc"] == values["last/auc"]
 
 
 def test_a_best_state_that_is_lost_during_the_run_is_not_the_result(
-    script, train, result, monkeypatch, tmp_path
+    script, train, monkeypatch, tmp_path
 ):
     program = script("train")
     load_best = program.RunCheckpoints.load_best
@@ -94,17 +93,17 @@ def test_a_best_state_that_is_lost_during_the_run_is_not_the_result(
     monkeypatch.setattr(program.RunCheckpoints, "load_best", remove_first)
     done = train("run", *OVERFIT, "--max_steps", "60", "--patience", "0")
     assert "warning: the best state is lost, the last one is the result: " in done.stderr
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert not {"best_step", "last/auc"} & values.keys()
     assert 0 < values["test/auc"] < 1
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_after_its_last_evaluation_stops_early_too(
-    start, run, command, result, tmp_path
+    start, run, command, tmp_path
 ):
     run("train", *command("whole", *OVERFIT))
-    whole = result(tmp_path / "whole")
+    whole = metrics_of(tmp_path / "whole")
     step = whole["best_step"] + 30
     process = start("train", *command("run", *OVERFIT))
     saved = tmp_path / "run" / "checkpoints" / f"step_{step:.0f}"
@@ -113,17 +112,15 @@ def test_a_run_that_is_killed_after_its_last_evaluation_stops_early_too(
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     run("train", "--resume", tmp_path / "run")
-    found = result(tmp_path / "run")
+    found = metrics_of(tmp_path / "run")
     exact = [name for name in whole if name.startswith(("test/", "val/", "last/", "best_step"))]
     assert [found[name] for name in exact] == [whole[name] for name in exact]
 
 
-def test_without_patience_or_checkpoints_the_last_state_is_the_result(
-    train, lines, result, tmp_path
-):
+def test_without_patience_or_checkpoints_the_last_state_is_the_result(train, tmp_path):
     done = train("run", *OVERFIT, "--patience", "0", "--checkpoint", "false")
-    values = result(tmp_path / "run")
-    assert max(validations(lines(tmp_path / "run"))) == 6 * 38
+    values = metrics_of(tmp_path / "run")
+    assert max(validations(log_lines(tmp_path / "run"))) == 6 * 38
     assert "not kept without --checkpoint" in done.stdout
     assert "last/auc" not in values
 
@@ -253,10 +250,10 @@ def dense(train, tmp_path):
     return tmp_path / "dense"
 
 
-def test_a_model_that_is_compressed_alone_is_saved(run, dense, train, result, data, tmp_path):
+def test_a_model_that_is_compressed_alone_is_saved(run, dense, train, data, tmp_path):
     given = ["--init_from", dense, "--emb", "tt", "--tt.rank", "4", "--max_steps", "0"]
     train("tt", *given)
-    values = result(tmp_path / "tt")
+    values = metrics_of(tmp_path / "tt")
     assert values["test/auc"] == values["fitted/auc"]
     assert values["embeddings/compression"] > 1.2
     again = json.loads(run("evaluate", tmp_path / "tt", data).stdout)
@@ -265,28 +262,28 @@ def test_a_model_that_is_compressed_alone_is_saved(run, dense, train, result, da
     assert "max_steps is 0, it must be at least 1 without init_from" in done.stderr
 
 
-def test_fine_tuning_that_only_destroys_leaves_the_fitted_model(dense, train, result, tmp_path):
+def test_fine_tuning_that_only_destroys_leaves_the_fitted_model(dense, train, tmp_path):
     given = ["--init_from", dense, "--optim.fine_tune", "5", "--optim.warmup_steps", "0"]
     done = train("worse", *given, "--epochs", "2")
-    values = result(tmp_path / "worse")
+    values = metrics_of(tmp_path / "worse")
     assert values["best_step"] == 0
     assert values["test/auc"] == values["fitted/auc"]
     assert values["last/auc"] < values["fitted/auc"]
     assert "which costs 0.0000 of validation AUC: learning rates x5 for embeddings" in done.stdout
 
 
-def test_rates_of_fine_tuning_follow_what_was_lost(dense, run, train, lines, tmp_path):
+def test_rates_of_fine_tuning_follow_what_was_lost(dense, run, train, tmp_path):
     given = ["--init_from", dense, "--optim.lr", "0.02", "--log_every", "1"]
     train("same", *given, "--max_steps", "12")
-    rates = [line for line in lines(tmp_path / "same") if "lr/dense" in line]
+    rates = [line for line in log_lines(tmp_path / "same") if "lr/dense" in line]
     assert rates[-1]["lr/embeddings"] == pytest.approx(0.02 * 0.1)
     assert rates[-1]["lr/dense"] == pytest.approx(0.02 * 0.1**4)
     run("train", "--resume", tmp_path / "same", "--max_steps", "14")
-    rates = [line for line in lines(tmp_path / "same") if "lr/dense" in line]
+    rates = [line for line in log_lines(tmp_path / "same") if "lr/dense" in line]
     assert rates[-1]["lr/embeddings"] == pytest.approx(0.02 * 0.1)
     lossy = [*given, "--emb", "hash", "--hash.rows", "4", "--tables.threshold", "0"]
     train("lossy", *lossy, "--max_steps", "12")
-    rates = [line for line in lines(tmp_path / "lossy") if "lr/dense" in line]
+    rates = [line for line in log_lines(tmp_path / "lossy") if "lr/dense" in line]
     assert rates[-1]["lr/embeddings"] == pytest.approx(0.02 * 0.3)
     assert rates[-1]["lr/dense"] == pytest.approx(0.02 * 0.3**4)
 

@@ -11,6 +11,7 @@ from pyarrow import parquet
 from dlrm.data import synthetic
 from dlrm.training.checkpoint import read_index
 from dlrm.training.held_out import DIVERGED
+from tests.kit import log_lines, metrics_of
 
 TEXT = "training diverged, this state is not saved:"
 ADAM = ["--optim.dense", "adam", "--optim.embeddings", "adam"]
@@ -20,7 +21,7 @@ def latest(run):
     return read_index(run).latest.name
 
 
-def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, result, tmp_path):
+def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, tmp_path):
     train("run", *ADAM, "--optim.lr", "0.01", "--max_steps", "20", "--eval_every", "10")
     assert latest(tmp_path / "run") == "step_20"
     far = ["--optim.lr", "1000", "--max_steps", "35"]
@@ -31,7 +32,7 @@ def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, r
     assert latest(tmp_path / "run") == "step_20"
     assert not (tmp_path / "run" / "result.json").exists()
     run("train", "--resume", tmp_path / "run", "--max_steps", "35", "--optim.lr", "0.01")
-    assert result(tmp_path / "run")["test/log_loss"] < 0.69
+    assert metrics_of(tmp_path / "run")["test/log_loss"] < 0.69
 
 
 def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
@@ -41,11 +42,11 @@ def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
     assert f"error: {TEXT} at step 20 the log loss is " in done.stderr
 
 
-def test_a_model_that_collapsed_to_a_constant_says_so_once(train, result, tmp_path):
+def test_a_model_that_collapsed_to_a_constant_says_so_once(train, tmp_path):
     """A rate so high that no unit of a layer is active any more, on any row."""
     far = [*ADAM, "--optim.lr", "5", "--optim.warmup_steps", "0", "--patience", "0"]
     done = train("run", *far, "--max_steps", "60", "--eval_every", "20")
-    assert result(tmp_path / "run")["test/auc"] == 0.5
+    assert metrics_of(tmp_path / "run")["test/auc"] == 0.5
     (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
     assert re.search(r"at step \d0 the model predicts 0\.\d+ for each of the 1,200 val ", warning)
     assert "lower --optim.lr" in warning
@@ -82,7 +83,7 @@ def test_labels_that_are_all_equal_are_pointed_out(label, train, tmp_path):
         ["--batch_size", "1", "--max_steps", "30", "--eval_every", "1"],
     ],
 )
-def test_poor_runs_on_random_labels_have_not_diverged(options, train, lines, tmp_path):
+def test_poor_runs_on_random_labels_have_not_diverged(options, train, tmp_path):
     """Memorized labels raise the log loss of validation as far as divergence does."""
     noise = tmp_path / "data"
     synthetic.write(noise, rows=1000, cardinalities=[500] * 26, fractions=[0.4, 0.3, 0.3])
@@ -90,7 +91,7 @@ def test_poor_runs_on_random_labels_have_not_diverged(options, train, lines, tmp
     done = train("run", *options, data=noise)
     assert "warning" not in done.stderr
     if "--epochs" in options:
-        worst = max(line.get("val/log_loss", 0) for line in lines(tmp_path / "run"))
+        worst = max(line.get("val/log_loss", 0) for line in log_lines(tmp_path / "run"))
         assert worst > DIVERGED, "it is suspicious, but for its training rows"
 
 

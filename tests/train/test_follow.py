@@ -15,6 +15,7 @@ import pytest
 from dlrm.training import loaders
 from dlrm.training.checkpoint import Checkpoint, read_index
 from dlrm.training.checkpoint.index import read_manifest
+from tests.kit import log_lines, losses, metrics_of
 
 ROOT = Path(__file__).parents[2]
 DYNAMIC = ["--emb", "dynamic", "--dynamic.rows", "200", "--log_every", "1", "--batch_size", "64"]
@@ -74,9 +75,9 @@ def follow(run, command):
 
 
 @pytest.fixture
-def days_of(lines):
+def days_of():
     """The logged metrics of each day, without their times."""
-    return lambda run: [{**x, "time": 0} for x in lines(run) if "day" in x]
+    return lambda run: [{**x, "time": 0} for x in log_lines(run) if "day" in x]
 
 
 def states(run):
@@ -86,7 +87,7 @@ def states(run):
 
 
 def test_each_day_is_evaluated_before_it_is_trained_on(
-    follow, train, run, bring, days_of, result, five_days, tmp_path
+    follow, train, run, bring, days_of, five_days, tmp_path
 ):
     done = follow("run", bring(0, 1, 2))
     assert "day day_0: 500 rows\nday day_1: 500 rows, AUC 0." in done.stdout
@@ -99,16 +100,14 @@ def test_each_day_is_evaluated_before_it_is_trained_on(
     auc = json.loads(found.stdout)["auc"]  # of logits that are not shifted, which may break a tie
     assert days[0]["day/auc"] == pytest.approx(auc, abs=1e-6)
 
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert values["days/auc"] == pytest.approx((days[0]["day/auc"] + days[1]["day/auc"]) / 2)
     content = json.loads((tmp_path / "run" / "result.json").read_text())
     assert [x["day"] for x in content["days"]] == ["day_1", "day_2"]
     assert values["ids/inserted"] > 200
 
 
-def test_days_that_come_later_are_as_if_they_had_been_there(
-    follow, run, bring, losses, days_of, tmp_path
-):
+def test_days_that_come_later_are_as_if_they_had_been_there(follow, run, bring, days_of, tmp_path):
     """With all kinds of interruptions: at the end of the days, and within one."""
     whole = ["--max_steps", "36"]
     follow("whole", bring(0, 1, 2, 3, 4, where="all"), *whole)
@@ -133,7 +132,7 @@ def test_days_that_come_later_are_as_if_they_had_been_there(
 
 
 def test_it_waits_for_days_and_is_killed_in_one(
-    start, run, follow, command, bring, losses, days_of, tmp_path
+    start, run, follow, command, bring, days_of, tmp_path
 ):
     follow("whole", bring(0, 1, 2, where="all"))
     given = command("killed", "--follow", bring(0), "--follow_wait", "1", *DYNAMIC)
@@ -164,7 +163,7 @@ def test_it_waits_for_days_and_is_killed_in_one(
 
 
 def test_processes_with_a_part_of_the_rows_each_follow_as_one_does(
-    follow, start, command, bring, losses, days_of, tmp_path
+    follow, start, command, bring, days_of, tmp_path
 ):
     options = ["--dynamic.rows", "{item: 1, default: 64}", "--optim.embeddings", "adam"]
     whole, parts, directory = tmp_path / "whole", tmp_path / "parts", bring(0, 1)
@@ -183,10 +182,10 @@ def test_processes_with_a_part_of_the_rows_each_follow_as_one_does(
 
 
 def test_validation_rows_of_a_day_calibrate_and_the_latest_state_is_the_result(
-    follow, bring, lines, result, tmp_path, monkeypatch
+    follow, bring, tmp_path, monkeypatch
 ):
     follow("without", bring(0, 1, where="others"))
-    values = [x["day/calibration"] for x in lines(tmp_path / "without") if "day" in x]
+    values = [x["day/calibration"] for x in log_lines(tmp_path / "without") if "day" in x]
     with Checkpoint.open(tmp_path / "without") as checkpoint:
         scale, shift = checkpoint.build_model().calibration.tolist()
     assert scale == 1, "without validation rows, only the average is known"
@@ -204,9 +203,9 @@ def test_validation_rows_of_a_day_calibrate_and_the_latest_state_is_the_result(
     monkeypatch.setattr(loaders, "BatchLoader", watch)
     follow("run", directory)
     assert [day for day, split in opened if split == "val"] == ["day_4", "day_5"]
-    logged = lines(tmp_path / "run")
+    logged = log_lines(tmp_path / "run")
     assert [x["step"] for x in logged if "val/auc" in x] == [7, 14]
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert "best_step" not in values
     assert 0.4 < values["test/auc"] < 1
     with Checkpoint.open(tmp_path / "run", best=True) as checkpoint:
@@ -269,7 +268,7 @@ def test_a_damaged_day_keeps_what_was_learned_of_those_before(follow, bring, mon
     assert read_index(tmp_path / "run").latest.step == 16
 
 
-def test_tables_with_one_vocabulary_follow_too(run, command, lines, tmp_path):
+def test_tables_with_one_vocabulary_follow_too(run, command, tmp_path):
     directory, first = tmp_path / "arrived", []
     for day in range(2):
         raw, output = write_day(tmp_path / "raw.csv", day), directory / str(day)
@@ -277,7 +276,7 @@ def test_tables_with_one_vocabulary_follow_too(run, command, lines, tmp_path):
         first = ["--ids-of", directory / "0"]
     given = command("run", "--follow", directory, "--follow_wait", "0", "--emb", "hash")
     run("train", *given[2:], "--hash.rows", "64", "--tables.threshold", "0")
-    assert [x["day"] for x in lines(tmp_path / "run") if "day" in x] == ["1"]
+    assert [x["day"] for x in log_lines(tmp_path / "run") if "day" in x] == ["1"]
 
     raw = write_day(tmp_path / "raw.csv", 2)
     grown = [*first, "--append-new", "--split", "1", "0", "0"]
@@ -286,7 +285,7 @@ def test_tables_with_one_vocabulary_follow_too(run, command, lines, tmp_path):
     assert "prepare it again, with --ids-of" in refused
 
 
-def test_the_commands_of_the_page_work(run, monkeypatch, lines, tmp_path):
+def test_the_commands_of_the_page_work(run, monkeypatch, tmp_path):
     page = (ROOT / "docs" / "dynamic.md").read_text().partition("## Day after day")[2]
     blocks = re.findall(r"```bash\n(.*?)```", page.partition("\n## ")[0], re.DOTALL)
     commands = [shlex.split(line)[1:] for line in "".join(blocks).splitlines()]
@@ -301,17 +300,19 @@ def test_the_commands_of_the_page_work(run, monkeypatch, lines, tmp_path):
         if name != "serve":
             run(name, *given, *(["--follow_wait", "0"] if name == "train" else []))
     run("train", "--resume", "runs/clicks")
-    assert [x["day"] for x in lines(tmp_path / "runs" / "clicks") if "day" in x] == ["2026-11-24"]
+    assert [x["day"] for x in log_lines(tmp_path / "runs" / "clicks") if "day" in x] == [
+        "2026-11-24"
+    ]
     assert [(tmp_path / path).is_dir() for path in (served[0][1], served[0][3])] == [True, True]
 
 
 @pytest.mark.slow
-def test_a_day_in_parts_of_five_minutes_takes_no_more_memory(follow, lines, five_days, tmp_path):
+def test_a_day_in_parts_of_five_minutes_takes_no_more_memory(follow, five_days, tmp_path):
     directory = tmp_path / "arrived"
     for part in range(288):
         source = five_days / f"day_{part % 4}"
         shutil.copytree(source, directory / f"{part:03}")
     follow("run", directory, "--log_every", "8")
-    peaks = [x["memory/process_peak"] for x in lines(tmp_path / "run") if "train/loss" in x]
+    peaks = [x["memory/process_peak"] for x in log_lines(tmp_path / "run") if "train/loss" in x]
     assert len(peaks) == 288
     assert peaks[-1] - peaks[72] < 20e6

@@ -15,14 +15,14 @@ from pyarrow import parquet
 from dlrm.data import synthetic
 from dlrm.training.checkpoint import read_index
 from dlrm.training.run_directory import RunLock, resume_hint
-from tests.kit import contents, corrupt, first, wait_for
+from tests.kit import contents, corrupt, first, log_lines, losses, metrics_of, wait_for
 
 TENSORS = "rank_00000.safetensors"
 
 
 @pytest.mark.parametrize("kind", ["tt", "dynamic"])
 def test_killed_and_resumed_equals_uninterrupted(
-    kind, run, start, train, command, options, losses, result, tmp_path
+    kind, run, start, train, command, options, tmp_path
 ):
     given = [*options(kind), "--log_every", "1", "--eval_every", "10", "--epochs", "2"]
     train("whole", *given)
@@ -33,7 +33,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     assert not (tmp_path / "killed" / "result.json").exists(), "it was not killed in time"
     run("train", "--resume", tmp_path / "killed")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    whole, resumed = result(tmp_path / "whole"), result(tmp_path / "killed")
+    whole, resumed = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "killed")
     assert {k: v for k, v in whole.items() if k.startswith("test/")} == {
         k: v for k, v in resumed.items() if k.startswith("test/")
     }
@@ -51,16 +51,14 @@ ROUNDED = "--optim.embeddings rowwise_adagrad --tables.dtype"  # by random numbe
         *(f"{ROUNDED} {dtype}" for dtype in ("bf16", "int8", "int4")),
     ],
 )
-def test_stopped_at_a_step_and_resumed_equals_uninterrupted(
-    more, run, train, losses, result, tmp_path
-):
+def test_stopped_at_a_step_and_resumed_equals_uninterrupted(more, run, train, tmp_path):
     """No batch is lost, and the last bit is the same."""
     given, steps = ["--log_every", "1", "--epochs", "2", *more.split()], 20 if "hash" in more else 8
     train("whole", *given, "--max_steps", steps)
     train("parts", *given, "--max_steps", steps // 2)
     run("train", "--resume", tmp_path / "parts", "--max_steps", steps)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert result(tmp_path / "parts")["test/auc"] == result(tmp_path / "whole")["test/auc"]
+    assert metrics_of(tmp_path / "parts")["test/auc"] == metrics_of(tmp_path / "whole")["test/auc"]
     if "--model.dropout" in more:
         train("without", *given[:-2], "--max_steps", "3")
         without, dropped = losses(tmp_path / "without"), losses(tmp_path / "whole")
@@ -76,7 +74,7 @@ def test_stopped_at_a_step_and_resumed_equals_uninterrupted(
     ],
 )
 def test_tables_in_host_memory_train_as_others_to_the_last_digit(
-    plain, host, resumed, run, train, lines, losses, tmp_path
+    plain, host, resumed, run, train, tmp_path
 ):
     given = ["--tables.threshold", "0", "--log_every", "1", "--optim.embeddings", "adamw"]
     given += plain.split()
@@ -84,9 +82,9 @@ def test_tables_in_host_memory_train_as_others_to_the_last_digit(
     train("host", *given, *host.split(), "--max_steps", "9")
     run("train", "--resume", tmp_path / "host", "--max_steps", "20", *resumed.split())
     assert losses(tmp_path / "host") == losses(tmp_path / "plain")
-    last = [line for line in lines(tmp_path / "host") if "cache/hit_rate" in line][-1]
+    last = [line for line in log_lines(tmp_path / "host") if "cache/hit_rate" in line][-1]
     assert 0 < last["cache/hit_rate"] < 1
-    cold = [line for line in lines(tmp_path / "host") if line["step"] in (1, 10)]
+    cold = [line for line in log_lines(tmp_path / "host") if line["step"] in (1, 10)]
     assert not any("cache/hit_rate" in line for line in cold), "the cache was empty before"
     assert 0 < last["cache/MB_out_per_step"] <= last["cache/MB_in_per_step"]
 
@@ -190,17 +188,15 @@ def test_a_finished_run_is_not_evaluated_again(run, two_steps, tmp_path, monkeyp
     assert {path.name: path.read_bytes() for path in again.iterdir() if path.is_file()} == before
 
 
-def test_a_run_that_ended_before_its_result_keeps_its_speed(
-    run, two_steps, lines, result, tmp_path
-):
+def test_a_run_that_ended_before_its_result_keeps_its_speed(run, two_steps, tmp_path):
     again = shutil.copytree(two_steps, tmp_path / "again", symlinks=True)
     (again / "result.json").unlink()
     run("train", "--resume", again)
-    assert result(again)["test/auc"] == result(two_steps)["test/auc"]
+    assert metrics_of(again)["test/auc"] == metrics_of(two_steps)["test/auc"]
     for name in ("samples_per_second", "train_seconds"):
-        speed = result(again)[f"speed/{name}"]
-        assert speed == pytest.approx(result(two_steps)[f"speed/{name}"], rel=0.01), name
-    assert len([line for line in lines(again) if "val/auc" in line]) == 1
+        speed = metrics_of(again)[f"speed/{name}"]
+        assert speed == pytest.approx(metrics_of(two_steps)[f"speed/{name}"], rel=0.01), name
+    assert len([line for line in log_lines(again) if "val/auc" in line]) == 1
 
 
 def test_a_resumed_run_keeps_its_model(run, two_steps):
@@ -271,7 +267,7 @@ def ten_steps(train, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
-    run, train, ten_steps, losses, lines, tmp_path
+    run, train, ten_steps, tmp_path
 ):
     expected, checkpoints = losses(ten_steps), ten_steps / "checkpoints"
     for step in (10, 8):
@@ -281,14 +277,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     assert f"warning: {checkpoints / 'step_6'} is read instead" in done.stderr
     assert "step_10 is set aside as step_10.aside" in done.stderr
     assert losses(ten_steps) == expected
-    assert [line["step"] for line in lines(ten_steps) if "val/auc" in line] == [2, 4, 6, 8, 10]
+    assert [line["step"] for line in log_lines(ten_steps) if "val/auc" in line] == [2, 4, 6, 8, 10]
     assert (checkpoints / "step_10.aside" / "manifest.json").exists()
     assert read_index(ten_steps).latest.name == "step_10"
     assert run("train", "--resume", ten_steps).stderr.count("warning") == 0
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps, losses, result):
-    expected, before = losses(ten_steps), result(ten_steps)
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps):
+    expected, before = losses(ten_steps), metrics_of(ten_steps)
     checkpoints = ten_steps / "checkpoints"
     done = run("train", "--resume", checkpoints / "step_4", "--max_steps", "6")
     assert done.stderr.count("is set aside as") == 3
@@ -301,7 +297,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps, losses,
     assert index.best.name in names - aside
     run("train", "--resume", ten_steps, "--max_steps", "10")
     assert losses(ten_steps) == expected
-    assert result(ten_steps)["test/auc"] == before["test/auc"]
+    assert metrics_of(ten_steps)["test/auc"] == before["test/auc"]
 
 
 def test_without_an_intact_checkpoint_nothing_is_changed(run, train, ten_steps):

@@ -22,33 +22,33 @@ from dlrm.training import checkpoint, run_directory
 from dlrm.training.dashboards import tag
 from dlrm.training.profiling import PARTS
 from dlrm.utils.messages import format_bytes
-from tests.kit import combinations, write_checkpoint
+from tests.kit import combinations, log_lines, losses, metrics_of, write_checkpoint
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="the real sample is not here")
-def test_real_rows_from_raw_logs_to_a_trained_model(run, result, tmp_path):
+def test_real_rows_from_raw_logs_to_a_trained_model(run, tmp_path):
     options = ["--split", "0.85", "0", "0.15", "--min-count", "2", "--limit", "60000"]
     run("prepare_criteo", REAL, "--output", tmp_path / "data", *options)
     config = ["--config", "configs/criteo_sample.yaml", "--device", "cpu"]
     for kind, floor in (("dense", 0.73), ("tt", 0.72)):
         given = [*config, "--data", tmp_path / "data", "--output", tmp_path, "--name", kind]
         run("train", *given, "--emb", kind)
-        assert result(tmp_path / kind)["test/auc"] > floor
+        assert metrics_of(tmp_path / kind)["test/auc"] > floor
 
 
 @pytest.mark.slow  # some train in int8 below, dense tables everywhere
 @pytest.mark.parametrize("kind", sorted(available()))
-def test_every_kind_trains_better_than_chance(kind, train, options, data, result, tmp_path):
+def test_every_kind_trains_better_than_chance(kind, train, options, data, tmp_path):
     given = [*options(kind), "--optim.lr", "0.02", "--tables.threshold", "1000"]
     (tmp_path / "meta").mkdir()
     shutil.copy(data / "meta.json", tmp_path / "meta")
     planned = train("planned", *given, "--dry_run", data=tmp_path / "meta").stdout
     assert not (tmp_path / "planned").exists()
     done = train("run", *given)
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert values["test/auc"] > 0.6
     assert values["test/normalized_entropy"] < 1
     assert values["test/auc"] < values["test/best_possible_auc"]
@@ -77,10 +77,10 @@ def test_every_kind_trains_better_than_chance(kind, train, options, data, result
     kind=["dense", "drop", "hash", "block", "robe", "cafe"],
     dtype=["bf16", "int8", "int4"],
 )
-def test_tables_in_fewer_bits_train(kind, dtype, train, options, result, tmp_path):
+def test_tables_in_fewer_bits_train(kind, dtype, train, options, tmp_path):
     rule = ["--optim.embeddings", "rowwise_adagrad", "--optim.lr", "0.02"]
     train("run", *options(kind), "--tables.dtype", dtype, *rule)
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert values["test/auc"] > 0.6
     assert values["embeddings/compression"] >= {"bf16": 2, "int8": 2.4, "int4": 3.5}[dtype]
 
@@ -99,14 +99,14 @@ def test_kinds_without_packed_rows_say_so(kind, dtype, message, train):
     assert len(error.strip().splitlines()) <= 2
 
 
-def test_a_trained_model_is_compressed_and_trained_on(run, train, result, tmp_path):
+def test_a_trained_model_is_compressed_and_trained_on(run, train, tmp_path):
     train("dense")
     given = ["--emb", "auto", "--budget", "3x", "--init_from", tmp_path / "dense"]
     done = train("auto", *given, "--max_steps", "5", "--optim.lr", "0.001")
     assert re.search(
         r"^ *C\d+ +[\d,]+ +(dense|drop|block) .*dtype int[48]", done.stdout, re.MULTILINE
     )
-    dense, values = result(tmp_path / "dense"), result(tmp_path / "auto")
+    dense, values = metrics_of(tmp_path / "dense"), metrics_of(tmp_path / "auto")
     assert values["embeddings/compression"] > 3
     assert (
         abs(values["fitted/auc"] - dense["test/auc"])
@@ -114,14 +114,14 @@ def test_a_trained_model_is_compressed_and_trained_on(run, train, result, tmp_pa
         > abs(values["test/auc"] - values["fitted/auc"])
     )
     run("train", "--resume", tmp_path / "auto", "--max_steps", "7")
-    resumed = result(tmp_path / "auto")
+    resumed = metrics_of(tmp_path / "auto")
     assert resumed["fitted/auc"] == values["fitted/auc"]
     assert resumed["test/auc"] != values["test/auc"]
     done = train("none", "--init_from", tmp_path / "nowhere", status=2)
     assert "is not a checkpoint" in done.stderr
 
 
-def test_everything_that_is_reported_is_there(train, options, lines, result, tmp_path):
+def test_everything_that_is_reported_is_there(train, options, tmp_path):
     logged_last = ["--log_every=10", "--epochs=2", "--max_steps=40", "--group=C2"]
     done = train("run", *options("tt"), *logged_last)
     assert "100%" in done.stderr  # of 37 batches of 256, one of 128, and two more of 256
@@ -144,22 +144,22 @@ def test_everything_that_is_reported_is_there(train, options, lines, result, tmp
     assert re.search(r"^test +groups 2\d, groups of one class 0, rows ", done.stdout, re.MULTILINE)
     assert "config/text_summary" in events.Tags()["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata
-    logged = {x["step"]: x["train/loss"] for x in lines(directory) if "train/loss" in x}
+    logged = {x["step"]: x["train/loss"] for x in log_lines(directory) if "train/loss" in x}
     assert {e.step: pytest.approx(e.value) for e in events.Scalars(tag("train/loss"))} == logged
-    validated = [line["step"] for line in lines(directory) if "val/auc" in line]
+    validated = [line["step"] for line in log_lines(directory) if "val/auc" in line]
     assert validated == [e.step for e in events.Scalars(tag("val/auc"))] == sorted({*validated})
-    assert validated[-1] == lines(directory)[-1]["step"] == 40
+    assert validated[-1] == log_lines(directory)[-1]["step"] == 40
     for name in scalars:  # one value at a step
         found = events.Scalars(name)
         assert len({e.step for e in found}) == len(found), name
-    for name, final in result(directory).items():  # the last value is the result
+    for name, final in metrics_of(directory).items():  # the last value is the result
         assert events.Scalars(tag(name))[-1].value == pytest.approx(final), name
-    assert all(line.keys() > {"step", "time"} for line in lines(directory))
+    assert all(line.keys() > {"step", "time"} for line in log_lines(directory))
     assert (directory / "config.yaml").exists()
 
 
 def test_with_a_share_of_the_negatives_probabilities_are_those_of_all_rows(
-    run, train, data, result, tmp_path
+    run, train, data, tmp_path
 ):
     given = ["--negatives", "0.2", "--optim.lr", "0.02", "--epochs", "3", "--patience", "0"]
     meta = json.loads((data / "meta.json").read_text())["splits"]["train"]
@@ -171,13 +171,13 @@ def test_with_a_share_of_the_negatives_probabilities_are_those_of_all_rows(
         rf"--negatives: [\d,]+ training rows, all {meta['positives']:,} positives and 1,[\d,]+ of "
         rf"{meta['rows'] - meta['positives']:,} negatives, chosen by --seed", done.stdout
     )  # fmt: skip
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert values["val/calibration"] == pytest.approx(1, abs=0.15)  # without correction, 2.5
     assert values["test/auc"] > 0.55
     assert run("evaluate", tmp_path / "run", data).stdout.count(f"{values['test/log_loss']}") == 1
 
 
-def test_the_logged_loss_is_the_mean_since_the_last_log(run, train, losses, tmp_path):
+def test_the_logged_loss_is_the_mean_since_the_last_log(run, train, tmp_path):
     """A resumed run goes on with the sum of the run before."""
     train("each", "--log_every", "1", "--max_steps", "20")
     train("whole", "--log_every", "8", "--max_steps", "20")
@@ -217,12 +217,12 @@ def test_a_dry_run_needs_neither_rows_nor_memory(train, data, tmp_path):
     assert "does not exist" in train("run", *given, data=tmp_path / "none", status=2).stderr
 
 
-def test_the_parts_of_a_run_sum_to_the_time_of_its_process(start, command, result, tmp_path):
+def test_the_parts_of_a_run_sum_to_the_time_of_its_process(start, command, tmp_path):
     start("train", "--help").wait()  # starts the launcher, too
     began = time.time()
     done = start("train", *command("run", "--epochs", "2")).wait()
     wall = (tmp_path / "run" / "result.json").stat().st_mtime - began
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     parts = {name: values[f"seconds/{name}"] for name in PARTS}
     assert sum(parts.values()) == pytest.approx(values["seconds/total"])
     assert values["seconds/total"] == pytest.approx(wall, rel=0.02, abs=0.5)
@@ -259,7 +259,7 @@ def test_runs_started_in_one_second_have_names_of_their_own(run, command, tmp_pa
     assert sorted(run["options"]["seed"] for run in found) == [0, 1]
 
 
-def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, result, tmp_path):
+def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, tmp_path):
     train("a", *options("tt"))
     train("b", "--emb", "dense", "--seed", "1")
     train("c", "--emb", "dense", "--seed", "2")
@@ -278,7 +278,7 @@ def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, r
     assert "--plot draws what --importance finds: give it too" in done.stderr
     done = run("evaluate", tmp_path / "a", data, "--group", "C99", status=2)
     assert "has no column 'C99' to group by, did you mean 'C9'? valid: C1" in done.stderr
-    for name, value in result(tmp_path / "a").items():
+    for name, value in metrics_of(tmp_path / "a").items():
         if name.startswith("test/") and "best_possible" not in name:
             assert again[name.removeprefix("test/")] == value, name
     other = tmp_path / "other"
@@ -329,7 +329,7 @@ def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(
     assert not scores.exists()
 
 
-def test_hashed_ids_need_no_vocabulary(run, train, result, tmp_path):
+def test_hashed_ids_need_no_vocabulary(run, train, tmp_path):
     """Values that came later are hashed alike, and score as they were trained."""
     random = np.random.default_rng(0)
     users, tags = random.integers(300, size=2000), random.integers(20, size=(2000, 2))
@@ -347,7 +347,7 @@ def test_hashed_ids_need_no_vocabulary(run, train, result, tmp_path):
 
     done = train("run", "--emb", "dynamic", "--dynamic.rows", "400", "--epochs", "4", data=data)
     assert "compresses nothing" not in done.stderr
-    values = result(tmp_path / "run")
+    values = metrics_of(tmp_path / "run")
     assert values["test/auc"] > 0.8
     assert values["ids/inserted"] > 200
     assert values["ids/evicted"] == 0

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dlrm.training.checkpoint import read_index
-from tests.kit import wait_for
+from tests.kit import log_lines, losses, metrics_of, wait_for
 
 EVERY = ["--patience", "0", "--log_every", "1", "--eval_every", "10", "--epochs", "3"]
 LINE = "interrupted; resume with --resume {}"
@@ -49,7 +49,7 @@ def interrupt(start, command):
 
 
 @pytest.fixture
-def resumes_to_the_same_bits(run, train, losses, lines, result, tmp_path):
+def resumes_to_the_same_bits(run, train, tmp_path):
     """Resumes an interrupted run, and compares it with an uninterrupted one."""
 
     def check(name, *given):
@@ -57,8 +57,8 @@ def resumes_to_the_same_bits(run, train, losses, lines, result, tmp_path):
         train("whole", *EVERY, *given)
         ended, whole = tmp_path / name, tmp_path / "whole"
         assert losses(ended) == losses(whole)
-        assert validated(lines(ended)) == validated(lines(whole))
-        assert comparable(result(ended)) == comparable(result(whole))
+        assert validated(log_lines(ended)) == validated(log_lines(whole))
+        assert comparable(metrics_of(ended)) == comparable(metrics_of(whole))
         assert best(ended) == best(whole)
 
     return check
@@ -73,7 +73,7 @@ def resumes_to_the_same_bits(run, train, losses, lines, result, tmp_path):
     ],
 )
 def test_an_interrupted_run_is_resumed_to_the_same_bits(
-    number, kind, interrupt, resumes_to_the_same_bits, options, losses, tmp_path
+    number, kind, interrupt, resumes_to_the_same_bits, options, tmp_path
 ):
     log = tmp_path / "run" / "metrics.jsonl"
     process = interrupt(number, "run", log, '"step": 33,', *options(kind))
