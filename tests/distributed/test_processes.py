@@ -29,10 +29,12 @@ OPTIONS += ["--sharding.threshold", "1000", "--eval_every", "10", "--eval_batch_
 
 @pytest.fixture
 def torchrun(start):
-    """Runs a program in several processes."""
+    """Runs a program in several processes, to an exit status."""
 
-    def torchrun(processes, program, *arguments):
-        return start(program, *arguments, processes=processes).wait()
+    def torchrun(processes, program, *arguments, status=0):
+        done = start(program, *arguments, processes=processes).wait()
+        assert done.returncode == status, done.stderr
+        return done
 
     return torchrun
 
@@ -93,7 +95,6 @@ def test_a_run_of_several_processes(run, torchrun, data, tmp_path):
     # stopped in the first epoch, behind the last evaluation
     peers = ["--sharding.exchange", "peers"]
     done = torchrun(2, "train", *common, *peers, "--name", "two", "--max_steps", "15")
-    assert done.returncode == 0, done.stderr
     assert "rank 1: " in done.stdout
     assert "exchange by peers" in done.stdout
     assert done.stdout.count("training rows") == 1
@@ -102,7 +103,6 @@ def test_a_run_of_several_processes(run, torchrun, data, tmp_path):
     assert losses(tmp_path / "again") == pytest.approx(expected, abs=1e-5)
     collective = ["--sharding.exchange", "collective", "--max_steps", "36"]
     done = torchrun(3, "train", "--resume", tmp_path / "two", *collective)
-    assert done.returncode == 0, done.stderr
     assert "exchange by collectives" in done.stdout
     assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
     # bytes are of all processes; each part of a row that is cut by columns counts its own steps
@@ -125,12 +125,10 @@ def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
     common += ["--sharding.threshold", "66"]  # those of 3,000 ids; the others are replicated
     run("train", *common, "--name", "one", "--max_steps", "30")
     done = torchrun(2, "train", *common, "--name", "two", "--max_steps", "15")
-    assert done.returncode == 0, done.stderr
     assert re.search(r"rank 1: .* rows 33-66; .*\n.*\nevery rank: 0.0 MB, the index", done.stdout)
     shutil.copytree(tmp_path / "two", tmp_path / "again", symlinks=True)
     run("train", "--resume", tmp_path / "again", "--max_steps", "30")
-    done = torchrun(3, "train", "--resume", tmp_path / "two", "--max_steps", "30")
-    assert done.returncode == 0, done.stderr
+    torchrun(3, "train", "--resume", tmp_path / "two", "--max_steps", "30")
 
     expected = metrics_of(tmp_path / "one")
     assert expected["ids/evicted"] > 100
@@ -142,8 +140,7 @@ def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
 
     # Rows in host memory are replicated.
     host = ["--dynamic.cache_share", "0.3", "--name", "host", "--max_steps", "15"]
-    done = torchrun(2, "train", *common, *host)
-    assert done.returncode == 0, done.stderr
+    torchrun(2, "train", *common, *host)
     first = {step: loss for step, loss in losses(tmp_path / "one").items() if step <= 15}
     assert losses(tmp_path / "host") == pytest.approx(first, abs=1e-5)
 
@@ -163,20 +160,17 @@ def test_dynamic_tables_of_several_processes(run, torchrun, data, tmp_path):
 def test_a_checkpoint_of_shards_of_any_number_of_processes(run, torchrun, data, tmp_path, options):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
     done = torchrun(2, "train", *common, *options, "--max_steps", "6")
-    assert done.returncode == 0, done.stderr
     assert "rank 1: " in done.stdout
     found = run("evaluate", tmp_path / "run", data, "--device", "cpu").stdout
     assert json.loads(found)["auc"] == pytest.approx(
         metrics_of(tmp_path / "run")["test/auc"], abs=1e-7
     )
     run("train", "--resume", tmp_path / "run", "--max_steps", "8")
-    done = torchrun(3, "train", "--resume", tmp_path / "run", "--max_steps", "10")
-    assert done.returncode == 0, done.stderr
+    torchrun(3, "train", "--resume", tmp_path / "run", "--max_steps", "10")
 
     # As a run of two processes that was not stopped, but for how int8 weights are rounded.
     common[-1] = "whole"
-    done = torchrun(2, "train", *common, *options, "--max_steps", "10")
-    assert done.returncode == 0, done.stderr
+    torchrun(2, "train", *common, *options, "--max_steps", "10")
     noise = 1e-5 if "column" in options else 2e-4
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=noise)
 
@@ -228,8 +222,7 @@ def test_an_error_is_told_once(torchrun, data, tmp_path):
         (["--batch_size", "181"], "can't be shared evenly by 2 processes: use 180 or 182"),
         (["--optim.lr", "1e30", "--optim.dense", "sgd"], "the loss is"),
     ):
-        done = torchrun(2, "train", *common, *options)
-        assert done.returncode == 1
+        done = torchrun(2, "train", *common, *options, status=1)
         assert done.stderr.count("error: ") == 1, done.stderr
         assert text in done.stderr
         last = done.stderr.rpartition("traceback : ")[2]
@@ -239,8 +232,9 @@ def test_an_error_is_told_once(torchrun, data, tmp_path):
 
 def test_what_one_process_has_told_the_others_leave_at_that(torchrun, data, tmp_path):
     (tmp_path / "run").mkdir()
-    done = torchrun(2, "train", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
-    assert done.returncode == 1
+    done = torchrun(
+        2, "train", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run", status=1
+    )
     assert "run exists: choose another --name, or remove it" in done.stderr
     assert done.stderr.count("error: ") == 1, done.stderr
 
@@ -255,8 +249,9 @@ def test_a_full_disk_of_one_process_is_told(torchrun, data, tmp_path):
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "sys.exit(__import__('train').main())\n"
     )
-    done = torchrun(2, program, *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
-    assert done.returncode == 1
+    done = torchrun(
+        2, program, *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run", status=1
+    )
     assert "step_10 can't be written: File too large\n" in done.stderr, done.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["index.json"]
 
@@ -265,7 +260,6 @@ def test_a_batch_that_nobody_chose_can_be_shared_and_is_kept(run, torchrun, data
     given = [option for option in OPTIONS if option not in ("--batch_size", "180")]
     common = [*given, "--data", data, "--output", tmp_path, "--name", "run"]
     done = torchrun(3, "train", *common, "--max_steps", "3")
-    assert done.returncode == 0, done.stderr
     assert "3 steps, as given, of 20 epochs of 107 steps with 30 rows each" in done.stdout, "not 32"
     resumed = run("train", "--resume", tmp_path / "run", "--max_steps", "6")
     assert "107 steps with 30 rows each" in resumed.stdout, "one process keeps them"
@@ -275,14 +269,12 @@ def test_a_batch_that_nobody_chose_can_be_shared_and_is_kept(run, torchrun, data
 def test_another_batch_is_refused_by_any_number_of_processes(run, torchrun, data, tmp_path):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
     run("train", *common, "--batch_size", "181", "--max_steps", "3")
-    done = torchrun(2, "train", "--resume", tmp_path / "run", "--batch_size", "180")
-    assert done.returncode == 1
+    done = torchrun(2, "train", "--resume", tmp_path / "run", "--batch_size", "180", status=1)
     assert "batch_size is 180 here and 181 in the state" in done.stderr, done.stderr
 
 
 def test_scores_are_written_by_one_process(torchrun, data, tmp_path):
-    done = torchrun(2, "predict", tmp_path, data, tmp_path / "scores.parquet")
-    assert done.returncode == 1
+    done = torchrun(2, "predict", tmp_path, data, tmp_path / "scores.parquet", status=1)
     assert "error: dlrm predict runs in one process, but there are 2: start it" in done.stderr
     assert not (tmp_path / "scores.parquet").exists()
 
@@ -291,10 +283,8 @@ def test_metrics_are_printed_by_one_process(run, torchrun, data, tmp_path):
     run("train", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run",
           "--max_steps", "1")  # fmt: skip
     done = torchrun(2, "evaluate", tmp_path / "run", data, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["auc"] == metrics_of(tmp_path / "run")["test/auc"]
-    done = torchrun(2, "evaluate", tmp_path, data)
-    assert done.returncode == 1
+    done = torchrun(2, "evaluate", tmp_path, data, status=1)
     assert done.stderr.count("error: ") == 1, done.stderr
 
 
@@ -306,8 +296,7 @@ def test_a_mistake_is_told_though_the_first_process_comes_last(torchrun, tmp_pat
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "sys.exit(__import__('train').main())\n"
     )
-    done = torchrun(2, program, "--device", "cpu", "--emb", "dence")
-    assert done.returncode == 1
+    done = torchrun(2, program, "--device", "cpu", "--emb", "dence", status=1)
     assert done.stderr.count("error: ") == 1, done.stderr
     assert "--emb is 'dence', did you mean 'dense'" in done.stderr
 
