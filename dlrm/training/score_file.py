@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 ROW, PROBABILITY, LABEL = "row", "probability", "label"
 """Columns of the scores."""
 GROUP_ROWS = 1 << 17  # of a row group, and of what is handed to the thread
+QUEUED = 4  # parts that wait to be written
 
 
 class ScoreFile:
@@ -35,7 +37,7 @@ class ScoreFile:
         self._held: list[pa.RecordBatch] = []
         self._held_rows = 0
         self._thread = ThreadPoolExecutor(1, "score-writer")
-        self._writing: Future[None] | None = None
+        self._parts: deque[Future[None]] = deque()
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write a batch, or keep it until there are enough.
@@ -58,7 +60,7 @@ class ScoreFile:
         try:
             if error is None and self._held:
                 self._hand_over()
-            if error is None:
+            while error is None and self._parts:
                 self._finish()
         finally:
             self._thread.shutdown(cancel_futures=True)
@@ -68,14 +70,14 @@ class ScoreFile:
     def _hand_over(self) -> None:
         table = pa.Table.from_batches(self._held)
         self._held, self._held_rows = [], 0
-        self._finish()
-        self._writing = self._thread.submit(self._write, table)
+        self._parts.append(self._thread.submit(self._write, table))
+        if len(self._parts) > QUEUED:
+            self._finish()
 
     def _finish(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the oldest part."""
         try:
-            if self._writing is not None:
-                self._writing.result()
+            self._parts.popleft().result()
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{self._named} can't be written: {text}") from None
