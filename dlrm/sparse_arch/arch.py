@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -37,6 +37,7 @@ from dlrm.utils.messages import did_you_mean
 from dlrm.utils.streams import SideStream, side_stream_of
 
 LANES = ("tables 1", "tables 2", "tables 3")
+SHARDED = {"drop": ShardedDrop, "dynamic": ShardedDynamic}  # tables of other kinds are dense then
 
 
 class SparseArch(nn.Module):
@@ -89,29 +90,24 @@ class SparseArch(nn.Module):
         returned: list[list[int]] = []
         for slots, kind, options in groups:
             rows = [num_embeddings[slot] for slot in slots]
-            own = _sharding_of(slots, sharding)
             own_dtype = options.pop("dtype", dtype)
-            packed = own_dtype if own_dtype in BITS else None
+            common = {"check_ids": False, "dtype": own_dtype if own_dtype in BITS else None}
             group: Embedding
-            if own is None:
-                group = build(kind, rows, embedding_dim, check_ids=False, dtype=packed, **options)
+            if (own := _sharding_of(slots, sharding)) is None:
+                group = build(kind, rows, embedding_dim, **common, **options)
                 returned.append([f for slot in slots for f in self._features[slot]])
             else:
-                common: dict[str, Any] = {"plan": own, "check_ids": False, "dtype": packed}
-                if kind == "dynamic":
-                    group = ShardedDynamic(rows, embedding_dim, **common, **options)
-                elif kind == "drop":
-                    group = ShardedDrop(rows, embedding_dim, **common, **options)
-                else:
-                    group = ShardedDense(rows, embedding_dim, **common)
+                options = options if kind in SHARDED else {}
+                make: Callable[..., ShardedTables] = SHARDED.get(kind, ShardedDense)
+                group = make(rows, embedding_dim, own, **common, **options)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
         # The order of the features: those of a table are next to each other.
         self._slots = [slots for slots, _, _ in groups]
         by_group = [[f for slot in slots for f in self._features[slot]] for slots in self._slots]
-        self._sharing = [len(self._features[slots[0]]) for slots in self._slots]
-        self.feature_order = FeatureOrder(by_group, returned, self._sharing)
+        sharing = [len(self._features[slots[0]]) for slots in self._slots]
+        self.feature_order = FeatureOrder(by_group, returned, sharing)
         # Dense tables last: they take one launch, the others a chain of several.
         self._launch_order = sorted(range(len(groups)), key=lambda i: groups[i][1] == "dense")
         self._last_stats: Counter[str] = Counter()  # of the caches of host memory
@@ -151,7 +147,7 @@ class SparseArch(nn.Module):
                 continue
             lane = number % len(lanes)
             with lanes[lane].fork(after=start) if lane else nullcontext():
-                found[index] = [_of_features(group(share, context=own), self._sharing[index])]
+                found[index] = [self.feature_order.of_features(index, group(share, context=own))]
         self.join()
         if context.sorter is not None:
             context.sorter.sort()
@@ -202,7 +198,7 @@ class SparseArch(nn.Module):
         """
         groups = {
             index: group
-            for index, (group, _) in enumerate(self.embeddings())
+            for index, group in enumerate(self.groups)
             if isinstance(group, PrefetchesRows) and group.window_size(1)
         }
         windows = [
@@ -220,7 +216,7 @@ class SparseArch(nn.Module):
 
     def captures_bags(self, *, ragged: bool) -> bool:
         """Whether a captured step can look up bags; ragged ones only of a single group."""
-        alone = self._sharing == [1] or not ragged
+        alone = self.feature_order.sharing == [1] or not ragged
         return alone and all(group.captures_bags for group, _ in self.embeddings())
 
     @property
@@ -288,22 +284,20 @@ class SparseArch(nn.Module):
         too: the first call has none, as the cache was empty.
         """
         hot, host = Counter[str](), Counter[str]()  # counts since a renewal, and since the start
-        steps = 0
-        for group, _ in self.embeddings():
+        for group in self.groups:
             if isinstance(group, CachesRows):
                 stats = group.cache_stats()
-                steps = max(steps, int(stats.get("steps", 0)))
-                (host if "steps" in stats else hot).update(stats)
-        host["steps"] = steps  # of all groups alike
+                host["steps"] = int(stats.get("steps", host["steps"]))  # of all groups alike
+                (host if "steps" in stats else hot).update({**stats, "steps": 0})
         before, self._last_stats = self._last_stats, host
         since = {name: host[name] - before[name] for name in host}
+
         if before["steps"]:  # a cache of host memory is empty at the start, and after a resume
             hot.update({name: since[name] for name in ("hits", "lookups")})
         values = {"cache/hit_rate": hot["hits"] / hot["lookups"]} if hot["lookups"] else {}
-        if since["steps"]:
+        if steps := since.get("steps"):
             for name in ("in", "out"):
-                moved = since[f"bytes_{name}"] / since["steps"]
-                values[f"cache/MB_{name}_per_step"] = moved / 1e6
+                values[f"cache/MB_{name}_per_step"] = since[f"bytes_{name}"] / steps / 1e6
         return values
 
     def id_counts(self) -> dict[str, float]:
@@ -311,7 +305,7 @@ class SparseArch(nn.Module):
         occur; empty without such tables. See :meth:`CountsIds.id_counts`.
         """
         total = Counter[str]()
-        for group, _ in self.embeddings():
+        for group in self.groups:
             if isinstance(group, CountsIds):
                 total.update(group.id_counts())
         return {f"ids/{name}": float(count) for name, count in total.items()}
@@ -360,16 +354,6 @@ def _sharding_of(slots: Sequence[int], sharding: ShardingPlan | None) -> Shardin
         if shard.table in index
     ]
     return replace(sharding, shards=shards) if sharding and shards else None
-
-
-def _of_features(vectors: Tensor, sharing: int) -> Tensor:
-    """The vectors of features, ``[B, F, D]``, from those of tables that ``sharing`` features have
-    each, ``[sharing * B, F / sharing, D]``."""
-    if sharing == 1:
-        return vectors
-    rows, tables, dim = vectors.shape
-    parts = vectors.view(sharing, rows // sharing, tables, dim).permute(1, 2, 0, 3)
-    return parts.reshape(rows // sharing, tables * sharing, dim)
 
 
 def features_of_tables(plan: TablePlan) -> dict[int, list[int]]:

@@ -83,3 +83,12 @@ class FeatureOrder(nn.Module):
             own = torch.cat([ids.ids[span] for span in spans])
             shares[index] = Bags(own, offsets_of(lengths[index]))
         return shares
+
+    def of_features(self, group: int, vectors: Tensor) -> Tensor:
+        """The vectors of the features of a group, ``[B, F, D]``, from those of its tables."""
+        sharing = self.sharing[group]
+        if sharing == 1:
+            return vectors
+        rows, tables, dim = vectors.shape
+        parts = vectors.view(sharing, rows // sharing, tables, dim).permute(1, 2, 0, 3)
+        return parts.reshape(rows // sharing, tables * sharing, dim)
