@@ -184,8 +184,8 @@ def lookup_bags(
 
     Raises:
         ValueError: unknown mode, weights in another mode than sum or not one per id, offsets of a
-            wrong length, ids or offsets that are not integers or on another device, padded ids with
-            a dense gradient, or a tensor that a kernel reads is not contiguous.
+            wrong length, ids or offsets that are not integers or on another device, or a tensor
+            that a kernel reads is not contiguous.
     """
     source = weight if isinstance(weight, RowSource) else Weight(weight)
     (weight,) = source.weights
@@ -193,8 +193,6 @@ def lookup_bags(
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
     bags.check(len(tables.starts), mode)
-    if context.padded and not sparse:
-        raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not source.runs_triton(weight, impl):
         bags = bags.filled() if context.padded else bags
         out = lookup_bags_torch(source, tables, bags, mode, sparse)

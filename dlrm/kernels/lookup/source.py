@@ -304,9 +304,12 @@ def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor
 
 
 def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> Tensor:
-    """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``."""
+    """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``; those
+    of row -1 are left out.
+    """
     if not sparse:
-        return torch.zeros_like(weight).index_add_(0, flat, values)
+        table = weight.new_zeros(len(weight) + 1, weight.shape[1])
+        return table.index_add_(0, flat + 1, values)[1:]
     if not len(flat):  # accumulation writes to the memory of an empty gradient: give it its own
         flat, values = torch.empty_like(flat), torch.empty_like(values)
     with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronize

@@ -416,16 +416,3 @@ def test_bags_are_updated_in_the_backward_pass(device, assert_close, rule, dtype
     assert weight.grad is None
     assert update.applied
     assert_close(weight.detach(), expected, "weight", factor=10)
-
-
-def test_padded_ids_need_a_sparse_gradient(device):
-    weight, starts = tables(8, device)
-    ids, offsets = bags_of(5, device)
-    with pytest.raises(ValueError, match="padded ids have no dense gradient"):
-        lookup_bags(
-            weight,
-            TableRows(starts),
-            Bags(ids, offsets),
-            sparse=False,
-            context=BagContext(padded=True),
-        )
