@@ -9,12 +9,11 @@ from pathlib import Path
 
 from dlrm.commands.train import Run
 from dlrm.config.schema import RunConfig
-from dlrm.data.days import day_names, is_later, next_day
+from dlrm.data.days import day_names, is_empty, is_later, next_day
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 from dlrm.training import tracking
 from dlrm.training.loaders import DayLoader
-from dlrm.utils.messages import print_error
 
 
 class FollowingRun(Run):
@@ -26,7 +25,7 @@ class FollowingRun(Run):
 
     def __init__(self, config: RunConfig, resolved: str, world: World, began: float = 0) -> None:
         super().__init__(config, resolved, world, began)
-        self._known = set(day_names(self._days))
+        self._past = {Path(config.data).name, *(x["day"] for x in self.tracker.logged_days())}
         if self.train_data.path != Path(config.data):  # resumed in a later day
             self._held_out_of_day()
 
@@ -99,14 +98,16 @@ class FollowingRun(Run):
     def _next_day(self) -> Path | None:
         """Wait for the next day; None if there is none, and the run is not to wait."""
         wait, after, told = self.config.follow_wait, self.train_data.path.name, False
+        self._past.add(after)
         while True:
             # The first process looks, so that all go to the same day.
-            self.world.from_first(self._note_late_days)
             path, complete = self.world.from_first(partial(next_day, self._days, after))
+            if path is not None and complete:
+                after = path.name
+            self.world.from_first(partial(self._note_left_out, after))
             if path is not None and complete:
                 if _has_rows(path):
                     return path
-                after = path.name
                 self._say(f"day {after}: no rows, it is left out")
                 continue
 
@@ -121,14 +122,18 @@ class FollowingRun(Run):
                 told = True
             self._pause(wait)
 
-    def _note_late_days(self) -> None:
-        """Print a note on days that have come since, and whose turn is over."""
-        names = set(day_names(self._days))
-        for name in sorted(names - self._known):
-            if is_later(self.train_data.path.name, name):
-                late = f"{self._days / name} came after {self.train_data.path.name} was read"
-                print_error(f"note: {late}: days are read in order, so it is left out")
-        self._known = names
+    def _note_left_out(self, current: str) -> None:
+        """Name the days before the current one that were not complete when their turn came:
+        while the run was stopped, too.
+        """
+        for name in day_names(self._days):
+            if name in self._past or not is_later(current, name):
+                continue
+            self._past.add(name)
+            day = self._days / name
+            if not (day / META_FILE).is_file() or not is_empty(day):
+                why = f"it was not complete when {current} was read, and days are read in order"
+                self._say(f"day {name}: left out, as {why}")
 
     def _pause(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -143,9 +148,10 @@ def _has_rows(day: Path) -> bool:
     Raises:
         ValueError: all of its rows are for validation or test.
     """
-    meta = Meta.read(day, allow_outside=True)
-    if not meta.has_rows("train") and any(split.rows for split in meta.splits.values()):
+    if is_empty(day):
+        return False
+    if not Meta.read(day, allow_outside=True).has_rows("train"):
         raise ValueError(
             f"{day} has no training rows, only those of other splits: prepare it with --split 1 0 0"
         )
-    return meta.has_rows("train")
+    return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dlrm.data.prepare.workspace import has_stopped
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.utils.name_order import in_order_of_numbers
 
@@ -29,12 +30,26 @@ def next_day(directory: Path, after: str = "") -> tuple[Path | None, bool]:
     """The first day after another one, by its name, and whether it is complete.
 
     A day is complete once it has its ``meta.json``, which a preparation writes last. One that is
-    not hides those after it, as days are read in order.
+    not hides those after it, as days are read in order, unless its preparation failed or was
+    killed.
     """
+    first = None  # that is not complete
     for name in day_names(directory):
-        if is_later(name, after):
-            return directory / name, (directory / name / META_FILE).is_file()
-    return None, False
+        if not is_later(name, after):
+            continue
+        path = directory / name
+        if (path / META_FILE).is_file():
+            return path, True
+        first = first or path
+        if not has_stopped(path):
+            break
+    return first, False
+
+
+def is_empty(day: Path) -> bool:
+    """Whether a complete day has no rows, of no split."""
+    meta = Meta.read(day, allow_outside=True)
+    return not any(split.rows for split in meta.splits.values())
 
 
 def first_day(directory: str, data: str | None = None) -> str:
@@ -57,6 +72,8 @@ def first_day(directory: str, data: str | None = None) -> str:
             f"follow is {directory}, a single prepared directory: name the one that holds it"
         )
     path, complete = next_day(Path(directory))
+    while path is not None and complete and is_empty(path):
+        path, complete = next_day(Path(directory), path.name)
     if path is None or not complete:
         found = f"only {path}, which has no {META_FILE} yet" if path else "no directory at all"
         raise ValueError(

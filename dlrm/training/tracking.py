@@ -130,7 +130,7 @@ class Tracker:
 
     def days(self, step: int) -> dict[str, float]:
         """The mean metrics of the days that were logged, if there are any, which are plotted."""
-        days = self._days()
+        days = self.logged_days()
         if not days:
             return {}
         self.plots(step, DayPlots(days=days))
@@ -142,7 +142,8 @@ class Tracker:
                 means[f"days/{name}"] = math.fsum(known) / len(known)
         return dict(sorted(means.items()))
 
-    def _days(self) -> list[dict[str, Any]]:
+    def logged_days(self) -> list[dict[str, Any]]:
+        """The name, the step and the metrics of each day that was evaluated."""
         entries = _entries(self.path) if self._active else ()
         return [
             {name.removeprefix("day/"): value for name, value in entry.items() if name != "time"}
@@ -170,7 +171,7 @@ class Tracker:
                 writer.add_summary(summary)
         name = self.path.parent.absolute().name  # of ".", too
         result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
-        if days := self._days():
+        if days := self.logged_days():
             result["days"] = days
         with atomic_write(self.path.with_name(RESULT)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")

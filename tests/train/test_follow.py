@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from dlrm.training import loaders
 from dlrm.training.checkpoint import Checkpoint, read_index
@@ -154,7 +155,7 @@ def test_it_waits_for_days_and_is_killed_in_one(
     wait_for('"step": 13,')
     os.kill(process.pid, signal.SIGKILL)
     assert "no day after day_0: looking again every 1 s" in process.wait().stdout
-    assert "a_day came after day_0 was read: days are read in order" in process.stderr
+    assert "day a_day: left out, as it was not complete when day_" in process.stdout
     bring(2)
     run("train", "--resume", tmp_path / "killed", "--follow_wait", "0")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -247,16 +248,36 @@ def test_days_that_do_not_fit_are_refused_and_late_ones_are_named(
     assert "day_3 does not continue the days before it: its dense is" in other
 
 
-def test_days_without_rows_and_days_that_are_numbered(follow, run, bring, days_of, tmp_path):
+def test_days_without_rows_or_that_failed_and_days_that_are_numbered(
+    follow, run, bring, days_of, tmp_path
+):
     directory, first = bring(0), ["--ids-of", tmp_path / "arrived" / "day_0"]
-    for day, rows in (("day_9", 0), ("day_10", 1), ("day_2", 40)):
+
+    def prepare(day, rows, status=0):
         raw = write_day(tmp_path / "raw.csv", 3, rows)
+        if status:
+            raw.write_text(raw.read_text() + "maybe,u1,i1,0\n")
         split = ["--split", "1", "0", "0"]
-        done = run("prepare_table", raw, "--output", directory / day, *first, *split)
+        return run("prepare_table", raw, "--output", directory / day, *first, *split, status=status)
+
+    for day, rows in (("a_day", 0), ("day_9", 0), ("day_10", 1), ("day_2", 40)):
+        done = prepare(day, rows)
         assert ("raw.csv has no rows, and so has the result" in done.stderr) == (rows == 0)
-    done = follow("run", directory)
+    prepare("day_3", 40, status=2)
+    with FileLock(directory / "day_3" / ".prepare" / "lock"):  # as if it were still prepared
+        assert "day_3 has no meta.json yet" in follow("run", directory).stdout
+
+    done = run("train", "--resume", tmp_path / "run")
     assert "day day_9: no rows, it is left out" in done.stdout
+    late = "day {}: left out, as it was not complete when {} was read, and days are read in order"
+    assert late.format("day_3", "day_9") in done.stdout
     assert [x["day"] for x in days_of(tmp_path / "run")] == ["day_2", "day_10"]
+
+    # What came while the run was stopped is told, and nothing else.
+    prepare("day_1", 40)
+    again = run("train", "--resume", tmp_path / "run").stdout.splitlines()
+    told = [line for line in again if "left out" in line]
+    assert told == [late.format(day, "day_10") for day in ("day_1", "day_3")]
 
 
 def test_a_damaged_day_keeps_what_was_learned_of_those_before(follow, bring, monkeypatch, tmp_path):

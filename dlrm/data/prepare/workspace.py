@@ -21,6 +21,19 @@ OWN_FILES = (BAD_ROWS_FILE, "transform.json", "table.yaml")  # that only a prepa
 RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", *OWN_FILES)
 
 
+def has_stopped(output: Path) -> bool:
+    """Whether a preparation in ``output`` failed or was killed, and was not begun again."""
+    if not (output / DIRECTORY / KEY_FILE).is_file():
+        return False
+
+    import filelock  # programs that read an export do without it
+
+    lock = filelock.FileLock(output / DIRECTORY / LOCK_FILE, thread_local=False)
+    with suppress(OSError, NotImplementedError), lock.acquire(timeout=0):
+        return not (output / META_FILE).is_file()  # it may have ended just now
+    return False
+
+
 class Workspace:
     """``OUTPUT/.prepare``, locked by one process at a time.
 
