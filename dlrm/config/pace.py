@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-
 from dlrm.config.schema import MAX_COUNT, RunConfig
 from dlrm.data.schema import Meta
 
@@ -37,16 +35,13 @@ def batch_size(
     Raises:
         ValueError: the processes can't share those of the run that is resumed.
     """
-    given = config.batch_size or resumed
-    if given and given == resumed and given % processes:
-        divisors = [n for n in range(1, given + 1) if given % n == 0]
-        above = bisect(divisors, processes)
-        near = " or ".join(map(str, divisors[above - 1 : above + 1]))
-        raise ValueError(
-            f"the run has {given} rows in each step, which {processes} processes can't share "
-            f"evenly: resume it with {near} processes"
-        )
-    if given:
+    if given := config.batch_size or resumed:
+        if given == resumed and given % processes:
+            numbers = ", ".join(str(n) for n in range(1, 65) if given % n == 0)
+            raise ValueError(
+                f"the run has {given} rows in each step, which {processes} processes can't share "
+                f"evenly: resume it with one of these numbers of processes: {numbers}"
+            )
         return given
     rows = meta.splits["train"].rows if meta.has_rows("train") else 0
     steps = SMALL_STEPS if rows < SMALL_TABLE or config.follow else STEPS

@@ -398,10 +398,6 @@ def test_a_damaged_latest_is_replaced_by_the_newest_intact_one(run, capsys):
     assert "\n" not in str(error.value)
 
 
-def forget_index(run):
-    (run / "checkpoints" / "index.json").unlink()
-
-
 def edit_index(directory, which, **changes):
     path = directory / "checkpoints" / "index.json"
     index = json.loads(path.read_text())
@@ -411,7 +407,7 @@ def edit_index(directory, which, **changes):
 
 @pytest.mark.parametrize("index", ["lost", "{", '{"latest": {"name": "../../x", "step": 1}}', "[]"])
 def test_without_an_index_the_newest_checkpoint_knows_the_best(index, run, capsys):
-    forget_index(run)
+    (run / "checkpoints" / "index.json").unlink()
     if index != "lost":
         (run / "checkpoints" / "index.json").write_text(index)
     assert Checkpoint.open(run).path.name == "step_3"
