@@ -99,7 +99,7 @@ class SparseArch(nn.Module):
             else:
                 options = options if kind in SHARDED else {}
                 make: Callable[..., ShardedTables] = SHARDED.get(kind, ShardedDense)
-                group = make(rows, embedding_dim, own, **common, **options)
+                group = make(rows, embedding_dim, plan=own, **common, **options)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
