@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, gcd
 from typing import Any, NamedTuple
 
@@ -187,7 +187,20 @@ class Dynamic(DynamicTables, HostRows):
         rows, in four ``pieces``, and an id gets a row with a low ``chance``: rows change hands less
         often, and shared ones are trained.
         """
-        return _options_within(budget, cls.kind(), shared, admit, chance, pieces)
+        slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
+        several = 1 if budget.dtype == "int4" else gcd(4, budget.embedding_dim)
+        found, share = _Division(budget, slot_bytes, shared, pieces or 1).largest(cls.kind())
+        if scarce := share < SCARCE:  # rows that change hands all the time learn nothing
+            division = _Division(budget, slot_bytes, shared, pieces or several, scarce)
+            found, _ = division.largest(cls.kind())
+            chance, pieces = chance if chance < 1 else SCARCE_CHANCE, division.pieces
+        chosen = ({} if chance == 1 else {"chance": chance}) | {"pieces": pieces or 1}
+        return [
+            {"rows": found[table].rows, "shared": found[table].shared, **chosen}
+            if table in found
+            else None
+            for table in range(len(budget.num_embeddings))
+        ]
 
 
 class _Size(NamedTuple):
@@ -198,73 +211,52 @@ class _Size(NamedTuple):
     bytes: int
 
 
-def _options_within(
-    budget: Budget,
-    kind: str,
-    shared: int | None,
-    admit: int,
-    chance: float,
-    pieces: int | None,
-) -> list[dict[str, Any] | None]:
-    """The options of each table within a budget; None where a dense table takes no more.
+@dataclass
+class _Division:
+    """A budget that is divided among tables."""
 
-    Args:
-        budget: the tables, and the bytes for them.
-        kind: the embedding kind, for messages.
-        shared, admit, chance, pieces: see :class:`Dynamic`. The budget chooses
-            those that have their defaults.
-    """
-    tables, dim = budget.num_embeddings, budget.embedding_dim
-    slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
-    expected = [
-        known if known < MANY_IDS else GROWTH * (seen or MANY_IDS)
-        for known, seen in zip(tables, budget.values or [None] * len(tables), strict=True)
-    ]
+    budget: Budget
+    slot_bytes: int
+    """Of an id in the index."""
+    shared: int | None
+    pieces: int
+    scarce: bool = False
+    """Whether two thirds of the rows are shared, unless ``shared`` is given."""
 
-    def pieces_of(scarce: bool) -> int:
-        several = scarce and budget.dtype != "int4"
-        return pieces or (gcd(4, dim) if several else 1)
+    def __post_init__(self) -> None:
+        tables, values = self.budget.num_embeddings, self.budget.values
+        self._expected = [
+            known if known < MANY_IDS else GROWTH * (seen or MANY_IDS)
+            for known, seen in zip(tables, values or [None] * len(tables), strict=True)
+        ]
+        dim, self._rest = self.budget.embedding_dim, self.scarce and self.shared is None
+        self._row_bytes = self.pieces * row_bytes(dim // self.pieces, self.budget.dtype)
 
-    def kept_row(scarce: bool) -> int:
-        return pieces_of(scarce) * row_bytes(dim // pieces_of(scarce), budget.dtype)
+    def size(self, table: int, level: int) -> _Size:
+        """The size of a table that has about ``level`` rows for ids."""
+        expected = self._expected[table]
+        rows = max(min(level, expected), level // LEAST, 1)
+        (slots,) = slots_of([self.budget.num_embeddings[table]], rows)
+        others = shared_rows(slots, self.shared)
+        if self._rest:
+            others = max(others, min(OTHERS * level, expected - slots))
+        own = (slots + others) * self._row_bytes + slots * self.slot_bytes + FIXED_BYTES
+        return _Size(rows, others, own)
 
-    def size(table: int, level: int, scarce: bool) -> _Size:
-        rows = max(min(level, expected[table]), level // LEAST, 1)
-        (slots,) = slots_of([tables[table]], rows)
-        others = shared_rows(slots, shared)
-        if scarce and shared is None:
-            others = max(others, min(OTHERS * level, expected[table] - slots))
-        size = (slots + others) * kept_row(scarce) + slots * slot_bytes + FIXED_BYTES
-        return _Size(rows, others, size)
-
-    def largest(scarce: bool) -> tuple[dict[int, _Size], float]:
+    def largest(self, kind: str) -> tuple[dict[int, _Size], float]:
         """The sizes of the tables that are not dense, and the share of their ids with a row."""
+        dense = [own * self.budget.row_bytes for own in self.budget.num_embeddings]
 
         def cost(level: int) -> int:
-            sizes = (size(t, level, scarce).bytes for t in range(len(tables)))
-            dense = (own * budget.row_bytes for own in tables)
-            return sum(map(min, dense, sizes))
+            return sum(min(own, self.size(t, level).bytes) for t, own in enumerate(dense))
 
-        highest = min(MANY_IDS, ceil(max(tables) / LOAD))
-        level = highest_level(cost, highest, budget.size, kind)
-        sizes = {t: size(t, level, scarce) for t in range(len(tables))}
-        found = {t: own for t, own in sizes.items() if tables[t] * budget.row_bytes > own.bytes}
-        if scarce and shared is None and found:  # whole buckets leave a part of a small budget
-            more = (budget.size - cost(level)) // (kept_row(scarce) * len(found))
+        highest = min(MANY_IDS, ceil(max(self.budget.num_embeddings) / LOAD))
+        level = highest_level(cost, highest, self.budget.size, kind)
+        sizes = ((t, self.size(t, level)) for t in range(len(dense)))
+        found = {t: own for t, own in sizes if dense[t] > own.bytes}
+        if self._rest and found:  # whole buckets leave a part of a small budget
+            more = (self.budget.size - cost(level)) // (self._row_bytes * len(found))
             found = {t: own._replace(shared=own.shared + more) for t, own in found.items()}
-        wanted = sum(expected[t] for t in found)
+        wanted = sum(self._expected[t] for t in found)
         rows = sum(own.rows for own in found.values())
         return found, rows / wanted if 0 < wanted < MANY_IDS else 1.0
-
-    # If hardly any id has room, rows that change hands all the time learn nothing.
-    found, share = largest(scarce=False)
-    scarce = share < SCARCE
-    if scarce:
-        found, _ = largest(scarce=True)
-        chance = chance if chance < 1 else SCARCE_CHANCE
-    chosen: dict[str, Any] = {} if chance == 1 else {"chance": chance}
-    chosen |= {"pieces": pieces_of(scarce)}
-    return [
-        {"rows": found[t].rows, "shared": found[t].shared, **chosen} if t in found else None
-        for t in range(len(tables))
-    ]

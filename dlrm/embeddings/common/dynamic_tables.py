@@ -21,13 +21,7 @@ from dlrm.kernels.dynamic.hashing import GOLDEN, mix, scale, shift
 from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
 from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
 from dlrm.kernels.dynamic.scores import RULES, Eviction
-from dlrm.kernels.dynamic.slot_index import (
-    EMPTY,
-    NAMES,
-    Admission,
-    SlotIndex,
-    begin_step,
-)
+from dlrm.kernels.dynamic.slot_index import EMPTY, NAMES, Admission, SlotIndex, begin_step
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch
 from dlrm.kernels.offload.row_cache import cached_rows
 from dlrm.kernels.update.packed import storage, write_rows
