@@ -19,7 +19,7 @@ from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.kernels import require_integers
 from dlrm.kernels.dynamic.hashing import GOLDEN, mix, scale, shift
 from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
-from dlrm.kernels.dynamic.new_rows import follow_ids, reset_rows, row_states
+from dlrm.kernels.dynamic.new_rows import NewIds, follow_ids, reset_rows, row_states
 from dlrm.kernels.dynamic.scores import RULES, Eviction
 from dlrm.kernels.dynamic.slot_index import EMPTY, NAMES, Admission, SlotIndex, begin_step
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch
@@ -270,17 +270,14 @@ class DynamicTables(CountsIds, Embedding):
             raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
 
         # An id that comes back starts from the row that it started from before.
+        new = NewIds(placed, tables, ids, self._num_shared, self._bounds)
         for part in self.row_parts:
             cached = cached_rows(part.weight)
             reset_rows(
                 part.weight,
                 row_states(part.weight) or [],
                 part.rows,
-                self._num_shared,
-                placed,
-                tables,
-                ids,
-                self._bounds,
+                new,
                 self._seed + part.first if part.first else self._seed,
                 cached=cached.cached_slots if cached is not None and cached.active else None,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,20 @@ from dlrm.kernels.update.cached_slots import CachedSlots, place_of
 from dlrm.kernels.update.packed import CHUNK, storage, stored_values, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
+
+
+class NewIds(NamedTuple):
+    """Look-ups with the new ids among them, and the range of the values that their rows get."""
+
+    placed: Placed
+    tables: Tensor
+    """Of the look-ups; they broadcast against the ids."""
+    ids: Tensor
+    """As given to :func:`dlrm.kernels.dynamic.index.place`."""
+    num_shared: Tensor
+    """Shared rows of each table, ``[F]``."""
+    bounds: Tensor
+    """See :func:`first_values`."""
 
 
 def follow_ids(weight: Tensor) -> None:
@@ -105,11 +120,7 @@ def reset_rows(
     weight: Tensor,
     states: Sequence[Tensor],
     table_rows: TableRows,
-    num_shared: Tensor,
-    placed: Placed,
-    tables: Tensor,
-    ids: Tensor,
-    bounds: Tensor,
+    new: NewIds,
     seed: Tensor,
     *,
     cached: CachedSlots | None = None,
@@ -121,18 +132,15 @@ def reset_rows(
         weight: ``[V, D]``, contiguous, also packed.
         states: one entry per row or weight each, contiguous, from :func:`row_states`.
         table_rows: the rows of the tables in the weight, or those of them that it holds.
-        num_shared: shared rows of each table, ``[F]``.
-        placed: the new ids among the look-ups.
-        tables, ids: of the look-ups, as given to :func:`dlrm.kernels.dynamic.index.place`.
-        bounds, seed: see :func:`first_values`.
+        new: the new ids among the look-ups.
+        seed: see :func:`first_values`.
         cached: the cached rows of weight and states, if these are in host memory.
         impl: see :mod:`dlrm.kernels`.
     """
-    if not use_triton(ids, impl):
-        where = table_rows, num_shared, placed, tables, ids
-        reset_rows_torch(weight, states, *where, bounds, seed, cached)
+    if not use_triton(new.ids, impl):
+        _reset_rows_torch(weight, states, table_rows, new, seed, cached)
         return
-    lookups: Lookups = lookups_of(tables, ids, None)
+    lookups: Lookups = lookups_of(new.tables, new.ids, None)
     if not lookups.n:
         return
     data, wide, packing = storage(weight)
@@ -144,35 +152,32 @@ def reset_rows(
     if cached is not None:
         slots, to_cache = cached.slots, cached.to_cache
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
-        data, wide, tuple(states), slots, strides, to_cache, table_rows, num_shared, lookups,
-        placed, bounds, seed, F=len(num_shared), D=dim, BLOCK=block, BLOCK_D=block_d,
+        data, wide, tuple(states), slots, strides, to_cache, table_rows, new.num_shared, lookups,
+        new.placed, new.bounds, seed, F=len(new.num_shared), D=dim, BLOCK=block, BLOCK_D=block_d,
         FORMAT=packing, WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
 
-@torch.no_grad()
-def reset_rows_torch(
+def _reset_rows_torch(
     weight: Tensor,
     states: Sequence[Tensor],
     table_rows: TableRows,
-    num_shared: Tensor,
-    placed: Placed,
-    tables: Tensor,
-    ids: Tensor,
-    bounds: Tensor,
+    new: NewIds,
     seed: Tensor,
-    cached: CachedSlots | None = None,
+    cached: CachedSlots | None,
 ) -> None:
     """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
-    at, tables = placed.missing[: int(placed.number)].long(), tables.expand_as(ids).reshape(-1)
-    at = at[placed.rows.view(-1)[at] >= num_shared[tables[at]]]
-    rows, here = held_rows_torch(placed.rows.view(-1)[at], tables[at], table_rows)
-    at, rows = at[here], rows[here]
-    table, id = tables[at], ids.reshape(-1)[at].long()
+    missing = new.placed.missing[: int(new.placed.number)].long()
+    table = new.tables.expand_as(new.ids).reshape(-1)[missing]
+    rows, id = new.placed.rows.view(-1)[missing], new.ids.reshape(-1)[missing].long()
+    own = rows >= new.num_shared[table]
+    table, id = table[own], id[own]
+    rows, here = held_rows_torch(rows[own], table, table_rows)
+    rows, table, id = rows[here], table[here], id[here]
     for part, of_part, some in zip(
         rows.split(CHUNK), table.split(CHUNK), id.split(CHUNK), strict=True
     ):
-        values = first_values(of_part, some, bounds, seed, weight.shape[1])
+        values = first_values(of_part, some, new.bounds, seed, weight.shape[1])
         if cached is None:
             write_rows(weight, part, values)
         else:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm.kernels.dynamic.new_rows import first_values, reset_rows
+from dlrm.kernels.dynamic.new_rows import NewIds, first_values, reset_rows
 from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows
 from dlrm.kernels.update.cached_slots import CachedSlots, cache_of
@@ -56,8 +56,8 @@ def test_only_the_rows_of_new_ids_are_reset(kind, dim, sharded, cache):
             hosts = (stored_rows(weight), *states)
             tensors = [(host, cache_of(host, cache).copy_(host[:cache])) for host in hosts]
             cached = CachedSlots(slots=slots, tensors=tensors)
-        where = start, few, placed, tables, ids
-        reset_rows(weight, states, *where, bounds, seed, cached=cached, impl=impl)
+        new_ids = NewIds(placed, tables, ids, few, bounds)
+        reset_rows(weight, states, start, new_ids, seed, cached=cached, impl=impl)
         after = read_rows(weight, every)
         if cached is not None:
             assert torch.equal(after[4:6], before[4:6])
