@@ -396,6 +396,12 @@ def test_dense_tables_of_other_shapes_are_refused(kind, options):
 
 
 @every_case
+def test_tables_of_zeros_are_fitted(kind, options):
+    group = available()[kind].from_dense([torch.zeros(rows, 8) for rows in SIZES], **options)
+    assert not any(group.to_dense(table).any() for table in range(len(SIZES)))
+
+
+@every_case
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_trained_rows_keep_their_type(kind, options, dtype):
     rows = torch.randn(40, 8, dtype=dtype)

@@ -109,12 +109,6 @@ def test_frequent_ids_are_fitted_best():
 
 
 @every_operation
-def test_a_table_of_zeros_can_be_fitted(operation):
-    group = QR.from_dense([torch.zeros(25, 4)], collisions=4, operation=operation)
-    assert not group.to_dense().any()
-
-
-@every_operation
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_packed_rows_are_composed_as_what_they_stand_for(device, operation, dtype):
     sizes = [40, 7, 131]

@@ -71,10 +71,6 @@ def test_the_fit_is_the_mean_of_those_that_share_by_squared_length():
         torch.testing.assert_close(group.weight[place].detach(), expected)
 
 
-def test_tables_of_zeros_stay_zero():
-    assert not Robe.from_dense([torch.zeros(30, 4)], rows=10).to_dense().any()
-
-
 @pytest.mark.gpu
 def test_a_gpu_finds_the_same_pieces_of():
     group = Robe([3_000_000_000 // 4096, 500], 8, rows=100, block=4)
