@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -95,6 +96,10 @@ def _prepare(options: Namespace) -> None:
     if plan.rated:
         columns = f"{len(plan.rated)} column{'s' * (len(plan.rated) > 1)}"
         print(f"counts and rates of the ids of {columns}, from other rows (rates: false: none)")
+    times = [column.name for column in plan.columns if column.kind == "time"]
+    if times and plan.options.split.by == "rows" and options.ids_of is None:
+        option = shlex.join(["--split-by", f"time:{times[0]}"])
+        print(f"split in the order of the rows (by time: {option})")
     if options.dry_run:
         print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
         return
@@ -157,11 +162,11 @@ def print_summary(output: Path, meta: Meta, began: float) -> None:
     rated = [names for names in map(rate_names, meta.tables) if names[1] in meta.dense]
     counts = sum(count in meta.dense for count, _ in rated)
     if counts < len(rated):
-        print(f"counts   {counts:>10,} of {len(rated)} kept: the others explain no more labels")
+        print(f"counts   {counts:>10,} of {len(rated):,} kept: the others explain no more labels")
     known = [column.cardinality for column in meta.categorical if column.cardinality < HASHED]
     hashed = len(meta.categorical) - len(known)
     more = f", hashed in {hashed}" if hashed else ""
-    print(f"ids   {sum(known):>13,} in {len(known)} columns{more}")
+    print(f"ids   {sum(known):>13,} in {len(known):,} columns{more}")
 
     bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:

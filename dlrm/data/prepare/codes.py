@@ -201,7 +201,10 @@ def _mapped(
         rows = np.flatnonzero(result.is_null())
         index = array.indices[rows[0]].as_py()
         if index is None or not texts[index].strip():
-            raise BadValue(name, rows, f"the value is missing; {rule}: leave out rows without it")
+            problem = f"the value is missing; {rule}: leave out rows without it"
+            only_ones = hint is None and 0 not in found
+            option = f", or count them as 0 with --label \"{name} != ''\"" if only_ones else ""
+            raise BadValue(name, rows, problem, option)
         hint = _which_are_positive(array, texts, name) if hint is None else hint
         raise BadValue(name, rows, f"the value is {shown(array[rows[0]].as_py())}; {rule}: {hint}")
     return result

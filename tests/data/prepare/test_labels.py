@@ -215,7 +215,8 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
     ("values", "options", "message"),
     [
         (["1", "2", "x"], {"label": "bought >= 2"}, r"row 3, column 'bought': 'x' is not a number"),
-        (["1", "0", "  "], {}, r"row 3, .*: the value is missing; it must be 0"),
+        (["1", "0", "  "], {}, r"row 3, .*: the value is missing; it must be 0.*without it$"),
+        (["1", "1", ""], {}, r"row 3, .*, or count them as 0 with --label \"bought != ''\"$"),
         (["1", "2", ""], {"label": "bought >= 2"}, r"row 3, .*: the value is missing; the label"),
         ([1.0, NAN, 0.0], {"form": "parquet"}, r"row 2, .*: the value is missing; it must be 0"),
         ([1.0, NAN, NAN], {"form": "parquet", "positive": "1"}, r"missing \(40\)"),

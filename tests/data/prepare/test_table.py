@@ -313,6 +313,7 @@ def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
     assert "price    double        number    auto, missing: 0 after it" in shown
     assert "tags     text          list      lists of ids, separator '|'" in shown
     assert "label: clicked" in shown
+    assert "split in the order of the rows (by time: --split-by time:when)" in shown
     assert not (tmp_path / "no").exists()
 
 
