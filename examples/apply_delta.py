@@ -43,9 +43,7 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
     if not (delta / DELTA).is_file():
         made = f"dlrm export RUN {delta} --delta-from {base}"
         raise ValueError(f"{delta} is no delta: make one with {made}")
-    described = read_object(delta / DELTA)
-    if (described.get("format"), described.get("version")) != ("dlrm export delta", 1):
-        raise ValueError(f"{delta / DELTA} is not a delta that this program can read")
+    described = read_delta(delta)
     if digest_of(base / MANIFEST) != described["base"]:
         why = _not_its_base(base, described)
         raise ValueError(
@@ -110,6 +108,19 @@ def new_weights(
         new[given[f"row_numbers:{name}"]] = given[f"row_values:{name}"]
         weights[name] = new
     return weights
+
+
+def read_delta(delta: Path) -> dict[str, Any]:
+    """What ``delta.json`` says.
+
+    Raises:
+        ValueError: it is damaged, or of another format or version.
+        OSError: it can't be read.
+    """
+    described = read_object(delta / DELTA)
+    if (described.get("format"), described.get("version")) != ("dlrm export delta", 1):
+        raise ValueError(f"{delta / DELTA} is not a delta that this program can read")
+    return described
 
 
 def _not_its_base(base: Path, described: dict[str, Any]) -> str:

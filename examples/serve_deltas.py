@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from apply_delta import DELTA, MANIFEST, apply_delta, digest_of, read_object
+from apply_delta import DELTA, MANIFEST, apply_delta, digest_of, read_delta, read_object
 from serve_model import Scorer
 from serve_rows import one_line
 
@@ -76,29 +76,32 @@ class DeltaFollower:
         """The delta that was made from the version that is served; None if there is none yet.
 
         Raises:
-            ValueError: there are only later ones; or one is damaged.
-            OSError: one can't be read.
+            ValueError: there are only later ones, those of other runs, or ones that can't be read.
         """
         digest, manifest = digest_of(self._served / MANIFEST), read_object(self._served / MANIFEST)
-        later = ""
+        problems = []
         for path in sorted(self._deltas.glob(f"*/{DELTA}")):
             if path in self._earlier or path.parent.suffix == ".tmp":  # still being written
                 continue
-            delta = read_object(path)
+            try:
+                delta = read_delta(path.parent)
+            except (ValueError, OSError) as error:
+                problems.append(one_line(error))
+                continue
             if delta["base"] == digest:
                 return path.parent
             start = delta["from"]
             if start["run"] != manifest["run"]:
-                later = later or f"{path.parent} is of another run than what is served"
+                problems.append(f"{path.parent} is of another run than what is served")
             elif start["step"] < manifest["step"]:
                 self._earlier.add(path)
             else:
-                later = later or (
+                problems.append(
                     f"{path.parent} is from step {start['step']}, and step {manifest['step']} is "
                     "served: the deltas between them are missing"
                 )
-        if later:
-            raise ValueError(later)
+        if problems:
+            raise ValueError("; ".join(problems[:3]))
         return None
 
     def _report(self, problem: str) -> None:

@@ -185,6 +185,9 @@ def test_a_server_takes_deltas_while_it_answers(followed, tmp_path):
         until(7)
         shutil.copytree(followed.exports / "day_2.delta", deltas / "a")  # after a gap
         time.sleep(0.5)
+        (deltas / "0").mkdir()
+        (deltas / "0" / "delta.json").write_text("{}")  # none, which holds back no other
+        time.sleep(0.5)
         (deltas / "b").mkdir()
         source = followed.exports / "day_1.delta"
         shutil.copy(source / "delta.json", deltas / "b" / "delta.json")  # half copied
@@ -202,7 +205,8 @@ def test_a_server_takes_deltas_while_it_answers(followed, tmp_path):
         printed = server.stop()
     assert "serving step 14\nserving step 21\n" in printed
     assert "a is from step 14, and step 7 is served: the deltas between them are missing" in printed
-    assert printed.count("error: ") == 2
+    assert "0/delta.json is not a delta that this program can read; " in printed
+    assert printed.count("error: ") == 4
     assert all(len(own) <= 1 for own in answers.values())
     found = json.loads(answers[21].pop())["probability"]
     assert np.allclose(found, list(dlrm.load(followed.run).predict(ROWS)), atol=1e-6)
