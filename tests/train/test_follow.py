@@ -214,9 +214,7 @@ def test_validation_rows_of_a_day_calibrate_and_the_latest_state_is_the_result(
         assert checkpoint.build_model().calibration.tolist() != [1, 0]
 
 
-def test_days_that_do_not_fit_are_refused_and_late_ones_are_named(
-    follow, run, bring, train, five_days, tmp_path
-):
+def test_days_that_do_not_fit_are_refused(follow, run, bring, train, five_days, tmp_path):
     def refused(*options, directory=tmp_path / "arrived"):
         return follow("refused", directory, *options, status=2).stderr
 
@@ -229,7 +227,7 @@ def test_days_that_do_not_fit_are_refused_and_late_ones_are_named(
     dry = follow("dry", directory, "--dry_run")
     assert f"steps: 8 of 64 samples on the first day, {directory / 'day_1'}" in dry.stdout
 
-    # One without any rows, one that came too late, and one with other columns.
+    # One without any rows, one with those of other splits alone, and one with other columns.
     follow("run", directory)
     meta = json.loads((directory / "day_1" / "meta.json").read_text())
     empty = meta | {"splits": {}}
