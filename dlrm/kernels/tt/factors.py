@@ -5,7 +5,7 @@ See :mod:`dlrm.kernels.tt` for what a factor, a pair and a slot are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from dlrm.kernels import triton
 from dlrm.kernels.tt import _pairs as kernels
 from dlrm.kernels.tt._rows import FactorOfLookups, Sums
-from dlrm.kernels.tt.indexing import FactorIndex
-from dlrm.kernels.tt.layout import padded
+from dlrm.kernels.tt.layout import PairLayout, padded
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (16, 64), "big_gradient": (64, 64)}
@@ -61,58 +60,90 @@ class Factor:
     """The left or the right factor of all look-ups: slices, or the products of pairs in use.
 
     Args:
-        index: the factor of each look-up.
-        cores: all cores.
+        side: left or right.
         core: the outer core, whose slices are the factors or a part of their pairs.
-        zeros: fp32 zeros, to add the gradient of that core to; None if nothing is added.
+        pairs: the factors are products of these pairs; None if they are slices.
+        of_lookup: slice or pair of every look-up, int32 ``[n]``, to be filled; None if not needed.
+        n: number of look-ups.
+        zeros: buffers by name: ``SIDE flags`` for the pairs in use, ``SIDE total`` for their count,
+            and ``SIDE gradient`` to add the gradient of the outer core to, if there will be one.
     """
 
+    data: Tensor  # [slices or slots, A * R or R * C]
+    slots: Tensor | None = None  # [pairs] the slot of each pair in use
+    members: Tensor  # [slots] small slice of each
+    segments: Tensor  # [big slices, 2] their slots
+
     def __init__(
-        self, index: FactorIndex, cores: Sequence[Tensor], core: int, zeros: Tensor | None
+        self,
+        side: str,
+        core: int,
+        pairs: PairLayout | None,
+        of_lookup: Tensor | None,
+        n: int,
+        zeros: Mapping[str, Tensor],
     ) -> None:
-        self.index = index
         self.core = core
-        self.data = cores[core]  # [slices or slots, A * R or R * C]; products once computed
-        self._core_zeros = ZerosOnce(zeros)
+        self.pairs = pairs
+        self.of_lookup = of_lookup
+        self.n = n
+        self.flags = zeros.get(f"{side} flags")
+        self._total = zeros.get(f"{side} total")
+        gradient = zeros.get(f"{side} gradient")
+        self._adds = gradient is not None
+        self._core_zeros = ZerosOnce(None if gradient is None else gradient.view(torch.float32))
         self._product_zeros = ZerosOnce(None)
-        self._adds = zeros is not None
 
     @property
     def of_lookups(self) -> FactorOfLookups:
         """The arguments of the kernels."""
-        return FactorOfLookups(self.data, self.index.of_lookup, self.index.slots)
+        return FactorOfLookups(self.data, self.of_lookup, self.slots)
+
+    def assign_slots(self) -> None:
+        """Assign slots to the pairs in use, once they are flagged, if the factors are pairs."""
+        if self.pairs is None:
+            return
+        assert self.flags is not None
+        self.num_slots = min(self.n, self.pairs.pairs)
+        self.slots = torch.empty_like(self.flags)
+        self.members = self.flags.new_empty(self.num_slots)
+        self.segments = self.flags.new_empty(len(self.pairs.small_start), 2)
+        kernels.rank_pairs[(len(self.segments),)](
+            self.flags, self.pairs.pair_start, self.pairs.small_start, self._total, self.slots,
+            self.members, self.segments, BLOCK=256,
+        )  # fmt: skip
 
     def multiply(self, cores: Sequence[Tensor], precision: str) -> None:
-        """Compute the products of the pairs in use, if the factors are pairs.
+        """Take the slices, or compute the products of the pairs in use.
 
         Args:
             cores: all cores.
             precision: how matrices are multiplied.
         """
-        index = self.index
-        if index.pairs is None:
+        if self.pairs is None:
+            self.data = cores[self.core]
             return
-        small, big = cores[index.pairs.small], cores[index.pairs.big]
+        small, big = cores[self.pairs.small], cores[self.pairs.big]
 
         tiles = self._tiles("pair_products", precision)
-        shape = index.num_slots, tiles["Q"] * tiles["N"]
+        shape = self.num_slots, tiles["Q"] * tiles["N"]
         kept = torch.bfloat16 if precision == "bf16" else big.dtype
         self.data = big.new_empty(shape, dtype=kept)
         cleared = big.new_empty(shape, dtype=torch.float32) if self._adds else None
         self._product_zeros = ZerosOnce(cleared)
 
         kernels.pair_products[self._grid(tiles)](
-            small, big, self.data, cleared, index.segments, index.members, **tiles
+            small, big, self.data, cleared, self.segments, self.members, **tiles
         )
 
     def zero_gradient(self, limit: Tensor | None) -> Sums:
         """Zeros, to add the gradient of :attr:`data` to; see :meth:`ZerosOnce.take`."""
-        zeros = self._core_zeros if self.index.pairs is None else self._product_zeros
+        zeros = self._core_zeros if self.pairs is None else self._product_zeros
         return zeros.take(self.data, limit)
 
     def largest(self, cores: Sequence[Tensor]) -> Tensor:
         """At least the largest magnitude of an element of a factor in use, 0-d."""
-        pairs = self.index.pairs
+        pairs = self.pairs
         if pairs is None:
             return largest(self.data)
         return pairs.sizes["R"] * largest(cores[pairs.small]) * largest(cores[pairs.big])
@@ -128,31 +159,30 @@ class Factor:
             precision: how matrices are multiplied.
             deterministic: sum deterministically.
         """
-        index = self.index
-        if index.pairs is None:
+        if self.pairs is None:
             return {self.core: grad}
-        small, big = cores[index.pairs.small], cores[index.pairs.big]
+        small, big = cores[self.pairs.small], cores[self.pairs.big]
         tiles = self._tiles("big_gradient", precision)
-        limit = index.n * tiles["N"] * largest(grad) * largest(big) if deterministic else None
+        limit = self.n * tiles["N"] * largest(grad) * largest(big) if deterministic else None
         d_small = self._core_zeros.take(small, limit)
         d_big = torch.empty_like(big, dtype=torch.float32)
 
         columns = triton.cdiv(tiles["N"], tiles["BN"])
-        kernels.big_gradient[(len(index.segments), columns)](
-            small, big, grad, d_big, d_small, index.segments, index.members, **tiles
+        kernels.big_gradient[(len(self.segments), columns)](
+            small, big, grad, d_big, d_small, self.segments, self.members, **tiles
         )
-        return {index.pairs.small: total(d_small), index.pairs.big: d_big}
+        return {self.pairs.small: total(d_small), self.pairs.big: d_big}
 
     def _tiles(self, kernel: str, precision: str) -> dict[str, Any]:
         """Compile-time constants of one of the GEMMs."""
-        assert self.index.pairs is not None
-        sizes, slices = self.index.pairs.sizes, len(self.index.segments)
+        assert self.pairs is not None
+        sizes, slices = self.pairs.sizes, len(self.segments)
         tall, wide = _TILES[kernel]
         wide = min(wide, padded(sizes["N"], 16))
         warps, stages = 4 if sizes["N"] > wide else 2, 2
         if kernel == "big_gradient":
             many = slices * triton.cdiv(sizes["N"], wide) >= _MANY
-            few = self.index.n * sizes["Q"] < _FEW * slices
+            few = self.n * sizes["Q"] < _FEW * slices
             tall = 16 if few else 32 if many else tall
             warps = 2 if many else 4
             # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
@@ -161,12 +191,11 @@ class Factor:
         return {**sizes, **tiles, "PRECISION": precision}
 
     def _grid(self, tiles: dict[str, Any]) -> tuple[int, int]:
-        index = self.index
-        assert index.pairs is not None
-        slices = len(index.segments)
-        most = min(index.pairs.pairs_per_slice, index.num_slots) * tiles["Q"]
+        assert self.pairs is not None
+        slices = len(self.segments)
+        most = min(self.pairs.pairs_per_slice, self.num_slots) * tiles["Q"]
 
         # No more programs than have rows: an empty one costs a microsecond.
         each = triton.cdiv(_PROGRAMS, slices)
-        average = triton.cdiv(index.n * tiles["Q"], slices * tiles["BM"])
+        average = triton.cdiv(self.n * tiles["Q"], slices * tiles["BM"])
         return slices, min(each, average, triton.cdiv(most, tiles["BM"]))

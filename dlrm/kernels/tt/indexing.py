@@ -5,7 +5,7 @@ See :mod:`dlrm.kernels.tt`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dlrm.kernels import triton
 from dlrm.kernels.tt import _index as kernels
-from dlrm.kernels.tt._pairs import rank_pairs
 from dlrm.kernels.tt._rows import ResultOfLookups
-from dlrm.kernels.tt.layout import FactorLayout, PairLayout, padded
+from dlrm.kernels.tt.factors import Factor
+from dlrm.kernels.tt.layout import FactorLayout, padded
 
 Strategy = Literal["direct", "unique"]
 
@@ -40,57 +40,14 @@ class LookupRequest:
     deterministic: bool = False  # equal inputs give bitwise equal gradients
 
 
-class FactorIndex:
-    """The left or the right factor of every look-up, and the pairs of slices in use.
-
-    Args:
-        side: left or right.
-        pairs: the factors are products of these pairs; None if they are slices.
-        of_lookup: slice or pair of every look-up, int32 ``[n]``, to be filled; None if not needed.
-        n: number of look-ups.
-        zeros: buffers by name: ``SIDE flags`` for the pairs in use, ``SIDE total`` for their count.
-    """
-
-    slots: Tensor | None = None  # [pairs] the slot of each pair in use
-    members: Tensor  # [slots] small slice of each
-    segments: Tensor  # [big slices, 2] their slots
-
-    def __init__(
-        self,
-        side: str,
-        pairs: PairLayout | None,
-        of_lookup: Tensor | None,
-        n: int,
-        zeros: Mapping[str, Tensor],
-    ) -> None:
-        self.pairs = pairs
-        self.of_lookup = of_lookup
-        self.n = n
-        self.flags = zeros.get(f"{side} flags")
-        self._total = zeros.get(f"{side} total")
-
-    def assign_slots(self) -> None:
-        """Assign slots to the pairs in use, if the factors are pairs."""
-        if self.pairs is None:
-            return
-        assert self.flags is not None
-        self.num_slots = min(self.n, self.pairs.pairs)
-        self.slots = torch.empty_like(self.flags)
-        self.members = self.flags.new_empty(self.num_slots)
-        self.segments = self.flags.new_empty(len(self.pairs.small_start), 2)
-        rank_pairs[(len(self.segments),)](
-            self.flags, self.pairs.pair_start, self.pairs.small_start, self._total, self.slots,
-            self.members, self.segments, BLOCK=256,
-        )  # fmt: skip
-
-
 class LookupIndex:
     """The factors of the ids of one look-up, and its unique ids.
 
     Args:
         request: the look-up.
         weights: weight of each id in its bag, ``[n]``.
-        zeros: sizes of further fp32 buffers of zeros, by name, which the same launch fills.
+        outer: the first and the last core, if look-ups will add to their gradients: zeros for
+            these are filled by the same launch as all others.
     """
 
     # With the strategy unique:
@@ -99,21 +56,22 @@ class LookupIndex:
     segments: Tensor  # [segments, 2] the unique ids of each segment
 
     def __init__(
-        self, request: LookupRequest, weights: Tensor | None, zeros: Mapping[str, int]
+        self, request: LookupRequest, weights: Tensor | None, outer: Sequence[Tensor]
     ) -> None:
         self.request = request
         layout, ids = request.layout, request.ids
         n, unique = ids.numel(), request.strategy == "unique"
 
         # All buffers of zeros, in one launch.
-        sizes = dict(zeros)
+        sizes: dict[str, int] = {}
         for side, pairs in (("left", layout.left), ("right", layout.right)):
             if pairs is not None:
                 sizes |= {f"{side} flags": pairs.pairs, f"{side} total": 1}
         if unique:
             sizes |= {"bitmap": layout.words, "unique total": 1}
-        buffers = _zeros_in_one_launch(sizes, ids.device)
-        self.zeros = {name: buffers[name].view(torch.float32) for name in zeros}
+        for side, core in zip(("left", "right"), outer, strict=False):
+            sizes[f"{side} gradient"] = core.numel()
+        zeros = _zeros_in_one_launch(sizes, ids.device)
 
         # The results and factors of the look-ups. After the last bag, in a buffer of static size
         # that is longer than its ids, there are none: -1.
@@ -126,16 +84,17 @@ class LookupIndex:
         if request.mean:
             scale = torch.empty(n, device=ids.device)
         self.results = ResultOfLookups(bag, scale, request.batch, request.tables)
-        self.left = FactorIndex("left", layout.left, left, n, buffers)
+        self.left = Factor("left", 0, layout.left, left, n, zeros)
         # The right factor of a unique id is that of its segment.
-        self.right = FactorIndex("right", layout.right, None if unique else right, n, buffers)
+        right = None if unique else right
+        self.right = Factor("right", layout.cores - 1, layout.right, right, n, zeros)
 
         keys = self._new_keys() if unique else None
-        self._find_factors(keys, buffers.get("bitmap"))
+        self._find_factors(keys, zeros.get("bitmap"))
         self.left.assign_slots()
         self.right.assign_slots()
         if keys is not None:
-            self._number_unique(keys, buffers["bitmap"], buffers["unique total"])
+            self._number_unique(keys, zeros["bitmap"], zeros["unique total"])
 
     def _new_keys(self) -> Tensor:
         """A buffer for the keys of all ids, -1 after the last bag."""

@@ -137,6 +137,8 @@ class FactorLayout:
         for factors in p.tolist():
             lefts, rights = prod(factors[:middle]), prod(factors[middle:])
             words = triton.cdiv(lefts, 32)
+            # A key is first_key + 32 * words * right + left, where the right factor is numbered
+            # over all tables, and the left one within its own.
             first_key = 32 * (first_word - first_right * words)
             tables.append([*factors, first_left, first_right, first_key, 32 * words])
             right_factors.append((rights, words))

@@ -24,7 +24,7 @@ from dlrm.kernels import triton
 from dlrm.kernels.tt import _rows as row_kernels
 from dlrm.kernels.tt import _unique as unique_kernels
 from dlrm.kernels.tt._rows import Sums
-from dlrm.kernels.tt.factors import Factor, ZerosOnce, largest, total
+from dlrm.kernels.tt.factors import ZerosOnce, largest, total
 from dlrm.kernels.tt.indexing import LookupIndex, LookupRequest
 from dlrm.kernels.tt.layout import padded
 
@@ -60,16 +60,9 @@ class Lookup:
         self.n = request.ids.numel()
         self.dim = request.layout.sizes["A"] * request.layout.sizes["C"]
 
-        # Look-ups add to the gradients of the outer cores, which must be zeros then.
-        zeros = {}
-        last = len(cores) - 1
-        if trains and not request.deterministic:
-            zeros = {"left": cores[0].numel(), "right": cores[last].numel()}
-        self.index = LookupIndex(request, weights, zeros)
-
-        zeros_of = self.index.zeros.get
-        self.left = Factor(self.index.left, cores, 0, zeros_of("left"))
-        self.right = Factor(self.index.right, cores, last, zeros_of("right"))
+        adds = trains and not request.deterministic  # to gradients, which must be zeros before
+        self.index = LookupIndex(request, weights, [cores[0], cores[-1]] if adds else [])
+        self.left, self.right = self.index.left, self.index.right
         for factor in (self.left, self.right):
             factor.multiply(cores, precision)
         if request.strategy == "unique":
@@ -193,7 +186,7 @@ class Lookup:
         index, segments = self.index, self.request.layout.segments
         return unique_kernels.UniqueIds(
             self.left.data, self.right.data, index.unique_left, index.segments, segments.right,
-            index.right.slots,
+            self.right.slots,
         )  # fmt: skip
 
     def _unique_tiles(self) -> tuple[tuple[int, int], dict[str, Any]]:
