@@ -46,32 +46,33 @@ def draw(batch=8):
     return (torch.rand(len(SIZES), batch) ** 2 * rows).long()
 
 
-def step(group, optimizer, ids, seed, context=NO_CONTEXT):
-    out = group(ids, context=context)
-    torch.manual_seed(seed)
-    (out * torch.randn(out.shape)).sum().backward()
+def step(group, optimizer, *batches, context=NO_CONTEXT):
+    """Train a group on the sum of some batches; returns its output for the last one."""
+    for ids in batches:
+        out = group(ids, context=context)
+        (out * torch.linspace(-1, 2, out.numel()).view(out.shape)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     return out.detach()
 
 
+def step_alike(groups, optimizers, *batches, context=NO_CONTEXT):
+    """Train both groups on some batches; their outputs must be equal."""
+    pairs = zip(groups, optimizers, strict=True)
+    assert torch.equal(*(step(*pair, *batches, context=context) for pair in pairs))
+
+
 def train(groups, optimizers, steps, windows=(1, 2, 4, 0)):
-    """Train all groups on the same batches, in prefetch windows of these sizes, 0 for none;
-    every output must be equal.
-    """
+    """Train both groups alike, in prefetch windows of so many batches, 0 for none."""
     sizes = list(itertools.islice(itertools.cycle(windows), steps))
     batches = [[draw() for _ in range(max(size, 1))] for size in sizes]
-    seed = 0
+    done = 0
     for index, now in enumerate(batches):
         context = begin_window(groups[1], sizes, batches, index)
         for ids in now:
-            seed += 1
-            outs = [
-                step(group, optimizer, ids, seed, context)
-                for group, optimizer in zip(groups, optimizers, strict=True)
-            ]
-            assert torch.equal(*outs), index
-        if seed >= steps:
+            step_alike(groups, optimizers, ids, context=context)
+        done += len(now)
+        if done >= steps:
             break
 
 
@@ -153,24 +154,16 @@ def test_a_row_used_twice_moves_by_the_sum():
     optimizer = RowOptimizer(group.parameters(), "sgd", lr=1.0)
     with torch.no_grad():
         group.weight.zero_()
-    for expected in (-11.0, -22.0):
-        out = group(torch.tensor([[1, 1]]))
-        (out[:, 0, 0] * torch.tensor([1.0, 10.0])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for expected in (-1.5, -3.0):
+        step(group, optimizer, torch.tensor([[1, 1, 1]]))  # by -1, 0.5 and 2
         assert group.rows(0, torch.arange(3)).flatten().tolist() == [0, expected, 0]
 
 
 def test_gradients_of_several_look_ups_may_be_accumulated():
     groups, optimizers = pair("adagrad", 9)
-    for index in range(40):
-        ids = [draw() for _ in range(3)]
-        for group, optimizer in zip(groups, optimizers, strict=True):
-            for mine in ids:
-                group(mine).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(groups[0].to_dense(1), groups[1].to_dense(1)), index
+    for _ in range(40):
+        step_alike(groups, optimizers, draw(), draw(), draw())
+    assert_equal_states(groups, optimizers)
 
 
 def test_evaluation_reads_the_present_rows_and_moves_none():
@@ -207,12 +200,8 @@ def test_bags_are_fetched_ahead_too():
         if index % 2 == 0:
             now = [] if index else bags[:2]
             groups[1].begin_window(now, bags[index + 2 : index + 4])
-        for group, optimizer in zip(groups, optimizers, strict=True):
-            out = group(bags[index], context=LookupContext(rows_fetched=True))
-            out.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(groups[0].to_dense(1), groups[1].to_dense(1))
+        step_alike(groups, optimizers, bags[index], context=LookupContext(rows_fetched=True))
+    assert_equal_states(groups, optimizers)
 
 
 @combinations(cache_rows=[0, 5, 50], dtype=[torch.float32, "int8"])
@@ -220,13 +209,13 @@ def test_state_loads_into_any_cache_and_into_dense(cache_rows, dtype):
     groups, optimizers = pair("adam", 9, dtype)
     train(groups, optimizers, 20)
     states = [copy.deepcopy(part.state_dict()) for part in (groups[1], optimizers[1])]
-    (dense, offload), (one, two) = pair("adam", cache_rows, dtype)
-    train((dense, offload), (one, two), 7)  # so that there is something in the cache to forget
-    for group, optimizer in ((dense, one), (offload, two)):
+    others = pair("adam", cache_rows, dtype)
+    train(*others, 7)  # so that there is something in the cache to forget
+    for group, optimizer in zip(*others, strict=True):
         group.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
-    train((dense, offload), (one, two), 20)
-    assert_equal_states((dense, offload), (one, two))
+    train(*others, 20)
+    assert_equal_states(*others)
 
 
 def test_a_state_may_be_overwritten_in_place():
@@ -241,11 +230,11 @@ def test_a_state_may_be_overwritten_in_place():
 
 def test_loaded_rows_replace_cached_ones():
     (_, offload), optimizers = pair("sgd", 50)
-    step(offload, optimizers[1], draw(), 0)
+    step(offload, optimizers[1], draw())
     weights = [torch.randn(rows, DIM) for rows in SIZES]
     offload.load_dense(weights)
     assert torch.equal(offload.to_dense(1), weights[1])
-    step(offload, optimizers[1], draw(), 0)
+    step(offload, optimizers[1], draw())
     offload.reset_parameters()
     assert offload.to_dense(1).abs().max() <= 40**-0.5
 
@@ -266,19 +255,14 @@ def test_a_trained_group_may_be_copied_converted_and_trained_by_any_optimizer():
     twin = copy.deepcopy(offload)
     assert torch.equal(twin.to_dense(1), dense.to_dense(1))
     assert not twin.cached.active
-    ids = draw()
-    outs = []
-    for group in (dense, twin):  # torch.optim knows nothing of caches: the copy's rests
-        other = torch.optim.SGD(group.parameters(), lr=0.1)
-        group(ids).square().sum().backward()
-        other.step()
-        outs.append(group.to_dense(1))
-    assert torch.equal(*outs)
-    step(offload, optimizers[1], ids, 0)
+    others = [torch.optim.SGD(group.parameters(), lr=0.1) for group in (dense, twin)]
+    step_alike((dense, twin), others, draw())  # these know nothing of caches: the copy's rests
+    assert torch.equal(dense.to_dense(1), twin.to_dense(1))
+    step(offload, optimizers[1], draw())
     wide = offload.double()
     assert wide.to_dense(1).dtype == torch.float64
     again = RowOptimizer(wide.parameters(), "adagrad")
-    step(wide, again, ids, 0)
+    step(wide, again, draw())
     assert wide.cached.active
 
 
@@ -292,18 +276,16 @@ def pickled(both):
 def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first, dtype):
     (_, group), (_, optimizer) = pair("adam", 9, dtype)
     for _ in range(10):
-        step(group, optimizer, draw(), 0)
+        step(group, optimizer, draw())
     both = (optimizer, group) if optimizer_first else (group, optimizer)
     twins = again(both)
     twin, of_twin = twins[::-1] if optimizer_first else twins
     assert torch.equal(twin.to_dense(1), group.to_dense(1))
     for _ in range(5):
-        ids = draw()
-        step(group, optimizer, ids, 0)
-        step(twin, of_twin, ids, 0)
+        step_alike((group, twin), (optimizer, of_twin), draw())
     assert torch.equal(twin.to_dense(1), group.to_dense(1))
     again = RowOptimizer(twin.parameters(), "sgd", lr=0.1)  # the copy's cache works, too
-    step(twin, again, draw(), 0)
+    step(twin, again, draw())
     assert twin.cached.active
 
 
@@ -327,21 +309,19 @@ def test_another_optimizer_may_take_over():
     later = [RowOptimizer(group.parameters(), "adam", lr=0.1) for group in groups]
     for steppers in (later, others, optimizers, later):
         for _ in range(5):
-            ids = draw()
-            for group, optimizer in zip(groups, steppers, strict=True):
-                step(group, optimizer, ids, 0)
+            step_alike(groups, steppers, draw())
         assert torch.equal(groups[0].to_dense(1), groups[1].to_dense(1))
 
 
 def test_a_cache_that_has_stopped_holds_no_memory():
     (_, offload), (_, optimizer) = pair()
-    step(offload, optimizer, draw(), 0)
+    step(offload, optimizer, draw())
     index = weakref.ref(offload.cached.index.row_to_slot)
     offload.double()
     assert index() is None
     assert set(offload.footprint()[0]) == {"host"}
     optimizer = RowOptimizer(offload.parameters(), lr=0.1)
-    step(offload, optimizer, draw(), 1)
+    step(offload, optimizer, draw())
     assert set(offload.footprint()[0]) == {"host", "cache", "index"}
 
 
@@ -351,12 +331,8 @@ def test_dense_gradients_update_cached_rows_too():
     groups[1].load_state_dict(groups[0].state_dict())
     optimizers = [RowOptimizer(group.parameters(), "adagrad", lr=0.1) for group in groups]
     for _ in range(5):
-        ids = draw()
-        for group, optimizer in zip(groups, optimizers, strict=True):
-            group(ids).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(groups[0].to_dense(1), groups[1].to_dense(1))
+        step_alike(groups, optimizers, draw())
+    assert torch.equal(groups[0].to_dense(1), groups[1].to_dense(1))
 
 
 def test_the_warmest_rows_stay():
@@ -366,7 +342,7 @@ def test_the_warmest_rows_stay():
     for index in range(40):
         cold = 15 + (torch.arange(5) + 5 * index) % 85  # each once in 17 steps
         ids = torch.cat([hot, cold])[None] if index % 2 else cold[None]
-        step(group, optimizer, ids, index)
+        step(group, optimizer, ids)
     owners = set(group.cached.index.slot_to_row.tolist())
     assert owners.issuperset(hot.tolist())
 
@@ -378,7 +354,7 @@ def test_small_tables_stay_in_the_cache_as_a_whole():
         group.begin_window(batches, [])
         assert torch.equal(group.cached.slots[-3:], torch.arange(3, dtype=torch.int32))
         for ids in batches:
-            step(group, optimizer, ids, index, LookupContext(rows_fetched=True))
+            step(group, optimizer, ids, context=LookupContext(rows_fetched=True))
         if index % 5 == 3:  # the cache is empty afterwards
             group.state_dict()
             assert (group.cached.slots < 0).all()
@@ -396,7 +372,7 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     index = 4 * 10 + 4 * 3 * 4 + 4 + 2 * 4 + 5 * 8  # of rows, of slots, clock, demand, counters
     assert group.footprint() == [{"host": 160, "cache": 4 * 4 * 4 * 2, "index": index}]
     for ids in ([[0, 1, 1]], [[1, 2, 3]], [[4, 5, 6]]):
-        step(group, optimizer, torch.tensor(ids), 0)
+        step(group, optimizer, torch.tensor(ids))
     stats = group.cache_stats()
     assert (stats["lookups"], stats["hits"], stats["steps"]) == (9, 1, 3)
     assert stats["bytes_in"] == (2 + 2 + 3) * 32  # a row and its state

@@ -87,11 +87,8 @@ class HostRows(PrefetchesRows, SharedRows):
             return CachedParameter(rows, capacity=self._capacity, half_life=self._half_life)
         data = torch.empty(0, dtype=torch.uint8)
         data = empty_on_host(data, (count * record_bytes(dim, 8),)).zero_()
-        return CachedPackedParameter(
-            PackedRows(data=data, num_rows=count, dim=dim, wide=count),
-            capacity=self._capacity,
-            half_life=self._half_life,
-        )
+        packed = PackedRows(data=data, num_rows=count, dim=dim, wide=count)
+        return CachedPackedParameter(packed, capacity=self._capacity, half_life=self._half_life)
 
     @property
     def on_host(self) -> bool:
@@ -135,7 +132,7 @@ class HostRows(PrefetchesRows, SharedRows):
 
     def _prepare(self, rows: Tensor) -> None:
         training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-        self.cached.prepare(rows.reshape(1, -1), None, training=training)
+        self.cached.prepare(rows.reshape(1, -1), training=training)
 
     def window_size(self, lookups: int) -> int:
         """So large that the rows of two windows take most of the cache."""

@@ -30,7 +30,15 @@ from torch import Tensor
 from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.lists import append
 from dlrm.kernels.offload.pinned_memory import zeros_in_same_memory
-from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
+from dlrm.kernels.offload.transfer import (
+    ABSENT,
+    EVICTED,
+    TAKEN,
+    WANTED,
+    RowMoves,
+    exchange_rows,
+    number_of_moves,
+)
 
 BLOCK = 1024  # look-ups or slots of a program
 FEW = 4096  # up to so many look-ups, all may miss; otherwise a quarter of them
@@ -102,17 +110,6 @@ class CacheIndex(NamedTuple):
 
 
 @triton.jit
-def load_rows(ids, starts, k, inside, batch):
-    """The rows of look-ups ``k`` of ``ids [F, batch]``, and whether they may be absent."""
-    start = 0
-    if starts is not None:
-        start = tl.load(starts + k // batch, mask=inside, other=0)
-        inside = inside & (start >= 0)
-    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64) + start
-    return row, inside
-
-
-@triton.jit
 def _list_missing(
     index, ids, starts, missing, counters, pages, n, batch, most, shift,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -123,7 +120,11 @@ def _list_missing(
     """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row, listed = load_rows(ids, starts, k, inside, batch)
+    listed, start = inside, 0
+    if starts is not None:
+        start = tl.load(starts + k // batch, mask=inside, other=0)
+        listed = inside & (start >= 0)  # rows of other tables always stay
+    row = tl.load(ids + k, mask=listed, other=0).to(tl.int64) + start
     slot = tl.load(index.row_to_slot + row, mask=listed, other=CLAIMED)
     cached = slot >= 0
 
@@ -146,7 +147,7 @@ def _list_missing(
         # Missing rows: the first look-up of each lists it. Those that do not fit stay, too.
         old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
         absent &= old != CLAIMED
-        at = append(counters, absent)
+        at = append(counters + ABSENT, absent)
         listed = absent & (at < most)
         tl.store(missing + at, row.to(tl.int32), mask=listed)
         tl.atomic_add(pages + (row >> shift), 1, mask=listed, sem="relaxed")
@@ -195,7 +196,7 @@ def _evict(
     # The bin at the limit, and the share of its slots that is needed.
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins, mask=bins < BINS - 1, other=0)
-    missing, free = tl.load(counters), tl.sum(counts, 0)
+    missing, free = tl.load(counters + ABSENT), tl.sum(counts, 0)
     wanted = tl.minimum(tl.minimum(missing, most), free)
     limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)
     below = tl.sum(tl.where(bins < limit, counts, 0), 0)
@@ -208,7 +209,7 @@ def _evict(
     random = tl.rand(now, slot)  # from the whole cache, not only its first slots
     some = (bin == limit) & (random <= share * 1.05) & (wanted > below)
     taken = (bin < limit) | some
-    at = append(counters + 1, taken)
+    at = append(counters + TAKEN, taken)
     taken &= at < wanted
 
     old = tl.load(index.slot_to_row + slot, mask=taken, other=-1)
@@ -220,13 +221,13 @@ def _evict(
     tl.store(index.row_to_slot + old, -1, mask=taken & (old >= 0))
 
     if tl.program_id(0) == 0:
-        tl.store(counters + 2, wanted)
+        tl.store(counters + WANTED, wanted)
         if AHEAD:
             lookups = tl.load(index.demand + 1) + n
             tl.store(index.demand, (capacity - free + missing) / lookups)
         tl.store(index.demand + 1, n * 1.0)
     evicted = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
-    tl.atomic_add(counters + 3, evicted, sem="relaxed")
+    tl.atomic_add(counters + EVICTED, evicted, sem="relaxed")
     tl.atomic_add(index.traffic + 2, tl.sum(taken.to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(index.traffic + 3, evicted.to(tl.int64), sem="relaxed")
 
@@ -238,12 +239,12 @@ def _order(lists, ordered, missing_ends, leaving_ends, most, shift, BLOCK: tl.co
     The rows of a page go before its end, which counts those of both lists.
     """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    listed = tl.minimum(tl.load(lists.counters), most)
+    listed = tl.minimum(tl.load(lists.counters + ABSENT), most)
     row = tl.load(lists.missing + k, mask=k < listed, other=0)
     at = tl.atomic_add(missing_ends + (row >> shift), -1, mask=k < listed, sem="relaxed") - 1
     tl.store(ordered.missing + at, row, mask=k < listed)
 
-    moves = tl.minimum(tl.load(lists.counters + 1), tl.load(lists.counters + 2))
+    moves = number_of_moves(lists.counters)
     old = tl.load(lists.leaving + k, mask=k < moves, other=0)
     slot = tl.load(lists.targets + k, mask=k < moves, other=0)
     page = tl.maximum(old, 0) >> shift
@@ -255,10 +256,9 @@ def _order(lists, ordered, missing_ends, leaving_ends, most, shift, BLOCK: tl.co
 @triton.jit
 def _assign(index, lists, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Assign the slots to the missing rows; rows that get none are used in host memory."""
-    counters = lists.counters
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
-    inside = k < tl.minimum(tl.load(counters), most)
+    moves = number_of_moves(lists.counters)
+    inside = k < tl.minimum(tl.load(lists.counters + ABSENT), most)
     row = tl.load(lists.missing + k, mask=inside, other=0)
     slot = tl.load(lists.targets + k, mask=k < moves, other=0)
     tl.store(index.slot_to_row + slot, row, mask=k < moves)

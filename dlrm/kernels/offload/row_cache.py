@@ -56,23 +56,18 @@ class CachedParameter(nn.Parameter):
     Args:
         data: the rows, ``[V, D]``; rows on a GPU are moved to host memory.
         requires_grad: see ``nn.Parameter``.
-        capacity, half_life, impl: see :class:`CachedRows`.
+        capacity, half_life: see :class:`CachedRows`.
     """
 
     cached: CachedRows
 
     def __new__(
-        cls,
-        data: Tensor,
-        requires_grad: bool = True,
-        capacity: int = 0,
-        half_life: float = 1000.0,
-        impl: str | None = None,
+        cls, data: Tensor, requires_grad: bool = True, capacity: int = 0, half_life: float = 1000.0
     ) -> Self:
         if data.is_cuda and not in_host_memory(data):
             data = empty_on_host(data).copy_(data)
         parameter = super().__new__(cls, data, requires_grad)
-        parameter.cached = CachedRows(parameter, capacity, half_life=half_life, impl=impl)
+        parameter.cached = CachedRows(parameter, capacity, half_life)
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -95,7 +90,7 @@ class CachedPackedParameter(PackedParameter):
     Args:
         packed: the rows, in host memory.
         requires_grad: see ``nn.Parameter``.
-        capacity, half_life, impl: see :class:`CachedRows`.
+        capacity, half_life: see :class:`CachedRows`.
     """
 
     cached: CachedRows
@@ -106,10 +101,9 @@ class CachedPackedParameter(PackedParameter):
         requires_grad: bool = True,
         capacity: int = 0,
         half_life: float = 1000.0,
-        impl: str | None = None,
     ) -> Self:
         parameter = super().__new__(cls, packed, requires_grad)
-        parameter.cached = CachedRows(parameter, capacity, half_life=half_life, impl=impl)
+        parameter.cached = CachedRows(parameter, capacity, half_life)
         return parameter
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> Self:
@@ -176,18 +170,15 @@ class CachedRows(Weight):
             :func:`dlrm.kernels.offload.pinned_memory.mapped_tensor`; or packed rows in such memory.
         capacity: slots of the cache, 0 for none; fewer if the GPU's free memory is too small.
         half_life: windows in which the LFU score of an unused row halves.
-        impl: see :mod:`dlrm.kernels`.
     """
 
     tile: ClassVar[int] = 2048  # few other rows wait for one in host memory
+    impl: str | None = None  # see :mod:`dlrm.kernels`
 
-    def __init__(
-        self, weight: Tensor, capacity: int, *, half_life: float = 1000.0, impl: str | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, capacity: int, half_life: float = 1000.0) -> None:
         super().__init__(weight)
         self.capacity = capacity
         self.half_life = half_life
-        self.impl = impl
         self.tensors: list[tuple[Tensor, Tensor]] = []  # in host memory, in the cache
         self.active = False
         self.ready = False  # the rows of the window are where begin_window put them
@@ -214,9 +205,9 @@ class CachedRows(Weight):
         return host
 
     @property
-    def settings(self) -> tuple[int, float, str | None]:
+    def settings(self) -> tuple[int, float]:
         """Arguments for a copy."""
-        return self.capacity, self.half_life, self.impl
+        return self.capacity, self.half_life
 
     @property
     def _memory(self) -> list[tuple[Tensor, Tensor]]:
@@ -267,11 +258,6 @@ class CachedRows(Weight):
             return 0, 0
         return sum(cache.nbytes for _, cache in self.tensors), self.index.nbytes
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For copies: the cache of the copied parameter."""
-        assert cached_rows(self.weight) is self, "a cache is copied with its parameter"
-        return getattr, (self.weight, "cached")
-
     @torch.no_grad()
     def keep(self, tables: Sequence[int], starts: Tensor, sizes: Sequence[int]) -> None:
         """Bring all rows of some tables into the empty cache, where they stay until it is emptied.
@@ -305,8 +291,8 @@ class CachedRows(Weight):
         Until the next call, all training look-ups must be of this window, with ``fetched``.
 
         Args:
-            now: ids and starts of this window, as for :meth:`prepare`, if they were not ``coming``
-                in the last call; their rows are fetched at once.
+            now: those of this window, if they were not ``coming`` in the last call; their rows are
+                fetched at once.
             coming: those of the next window, whose rows are fetched during this one. The ids must
                 not change until then.
             batches: number of batches in ``now`` and ``coming``.
@@ -335,25 +321,21 @@ class CachedRows(Weight):
             self.side.join()
             self._moving = False
 
-    def prepare(
-        self, ids: Tensor, starts: Tensor | None, *, training: bool, fetched: bool = False
-    ) -> None:
-        """Prepare a look-up, which then reads rows where they are.
+    def prepare(self, rows: Tensor, *, training: bool) -> None:
+        """Prepare a look-up of rows that were not fetched with a window.
 
-        In training, rows that were not fetched with a window are moved into the cache first.
-        Otherwise nothing moves, and rows without a slot are read from the host.
+        In training, they are moved into the cache first. Otherwise nothing moves, and rows without
+        a slot are read from the host.
 
         Args:
-            ids: ``[F, B]`` int32 or int64, one per table and sample.
-            starts: first row of each table, ``[F]`` int64; None if ids are rows.
+            rows: ``[1, n]`` int32 or int64, contiguous.
             training: an update of these rows will follow.
-            fetched: the rows are of the current window, so :meth:`begin_window` fetched them.
         """
         assert self.active
-        if training and not fetched:
-            self.begin_window((ids.contiguous(), starts), None)
+        if training:
+            self.begin_window((rows, None), None)
             self.ready = False  # rows of the next window may have lost their slots
-        elif not training:
+        else:
             self.wait()
 
     # The table as a whole ---------------------------------------------------------------------

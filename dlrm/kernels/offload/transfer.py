@@ -24,6 +24,9 @@ ROWS = 1024  # at most
 MOVERS = 64  # programs, while a step waits for the rows
 BYTES_PER_MOVER = 32  # of the longest row or state; a program beside a step for each of them,
 FEWEST, MOST = 2, 16  # within these; half of them if there are several states
+# The counters of a window: rows without a slot; slots that programs took, which may be more than
+# are wanted; and evicted rows.
+ABSENT, TAKEN, WANTED, EVICTED = (tl.constexpr(at) for at in range(4))
 
 
 class RowMoves(NamedTuple):
@@ -36,7 +39,13 @@ class RowMoves(NamedTuple):
     targets: Tensor
     """Their slots, ``[most]`` int32."""
     counters: Tensor
-    """Rows without a slot, slots taken, slots wanted, and evicted rows, ``[4]`` int32."""
+    """How many there are, ``[4]`` int32: see ``ABSENT`` and on."""
+
+
+@triton.jit
+def number_of_moves(counters):
+    """The first so many rows and slots of the lists belong together."""
+    return tl.minimum(tl.load(counters + TAKEN), tl.load(counters + WANTED))
 
 
 @triton.jit
@@ -62,7 +71,7 @@ def _exchange_one(
     host, cache, lists, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Move the rows of one tensor: evicted rows to the host, missing rows to their slots."""
-    moves = tl.minimum(tl.load(lists.counters + 1), tl.load(lists.counters + 2))
+    moves = number_of_moves(lists.counters)
     step = tl.num_programs(0) * BLOCK
     column = tl.arange(0, BLOCK_D)[None, :]
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -15,13 +15,10 @@ from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import (
     CachedPackedParameter,
     CachedParameter,
-    CachedRows,
-    cached_rows,
-    slots_for_update,
     slots_that_fit,
 )
 from dlrm.kernels.update import sparse
-from dlrm.kernels.update.packed import PackedParameter, PackedRows
+from dlrm.kernels.update.packed import PackedParameter, PackedRows, stored_rows
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.bags import Bags
@@ -50,83 +47,82 @@ def in_host_memory(value, device):
     return mapped_tensor(value.shape, value.dtype, device)[1].copy_(value)
 
 
-def look_up(cached, ids, **how):
-    """The rows of ``ids [F, B]``, ``[B, F, D]``."""
-    cached.prepare(ids, None, **how)
-    return lookup(cached, ids).transpose(0, 1)
+def look_up(cached, rows, *, training):
+    """The rows ``[n]`` of a look-up of no window, ``[n, D]``."""
+    cached.prepare(rows[None], training=training)
+    return lookup(cached, rows[None])[0]
 
 
 def make(device, capacity, rule, dtype=torch.float32):
-    """Rows, and the same rows behind a cache, each with its states."""
-    rule = make_rule(rule)
-    value = torch.randn(ROWS, DIM, device=device).to(dtype)
-    cached = CachedRows(in_host_memory(value, device), capacity, half_life=3, impl="triton")
+    """A table, and the same rows behind a cache, each with the states of a rule."""
+    rule, values = make_rule(rule), torch.randn(ROWS, DIM, device=device)
+    if dtype == "int8":
+        packed = PackedRows.empty(ROWS, DIM, ROWS, device)
+        packed.write(torch.arange(ROWS, device=device), values)
+        there = replace(packed, data=in_host_memory(packed.data, device))
+        value = PackedParameter(packed)
+        weight = CachedPackedParameter(there, False, capacity, half_life=3)
+    else:
+        value = values.to(dtype)
+        weight = CachedParameter(in_host_memory(value, device), False, capacity, half_life=3)
+    cached = weight.cached
+    cached.impl = "triton"
     cached.start()
     widths = [1 if per_row else DIM for per_row in rule.states.values()]
     states = [torch.zeros(ROWS, width, device=device) for width in widths]
     return rule, value, states, cached, [cached.new_rows(width, torch.float32) for width in widths]
 
 
+class Both:
+    """Updates of both tables, which must stay equal."""
+
+    def __init__(self, device, made, *, impl=None):
+        self.rule, self.value, self.states, self.cached, self.cached_states = made
+        self.lr, self.impl = torch.tensor(0.1, device=device), impl
+        self.seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+
+    def update(self, rows, grads):
+        options = {"lr": self.lr, "impl": self.impl}
+        both = (self.value, self.states, None), (
+            self.cached.weight, self.cached_states, self.cached.cached_slots,
+        )  # fmt: skip
+        for (weight, states, slots), seed in zip(both, self.seeds, strict=True):
+            update_rows(self.rule, weight, rows, grads, states, cached=slots, seed=seed, **options)
+
+    def assert_equal(self):
+        self.cached.flush()
+        mine = [stored_rows(self.cached.weight), *self.cached_states]
+        assert all(map(torch.equal, mine, [stored_rows(self.value), *self.states]))
+
+
 @pytest.mark.parametrize(
-    ("rule", "capacity"),
+    ("rule", "capacity", "dtype"),
     [
-        *(("adagrad", 7), ("adam", 0), ("adam", ROWS)),
-        *(pytest.param(rule, 7, marks=pytest.mark.slow) for rule in RULES if rule != "adagrad"),
+        *(("adagrad", 7, torch.float32), ("adam", 0, torch.float32), ("adam", ROWS, torch.float32)),
+        *(("rowwise_adagrad", 7, "int8"), ("adam", 7, "int8")),
+        *(
+            pytest.param(rule, 7, torch.float32, marks=pytest.mark.slow)
+            for rule in RULES
+            if rule != "adagrad"
+        ),
     ],
 )
-def test_updates_equal_those_without_a_cache(device, rule, capacity):
-    rule, value, states, cached, host_states = make(device, capacity, rule)
-    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
+def test_updates_equal_those_without_a_cache(device, rule, capacity, dtype):
+    both = Both(device, make(device, capacity, rule, dtype), impl="triton")
     for index in range(4 if device.type == "cuda" else 3):
         rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
-        grads = torch.randn(20, DIM, device=device)
-        found = look_up(cached, rows[None], training=True)
-        assert torch.equal(found[:, 0], value[rows]), index
-        update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
-        update_rows(
-            rule, weight, rows, grads, host_states, lr=lr, cached=cached.cached_slots, impl="triton"
-        )
-    assert cached.index.slot_to_row.ge(0).sum() >= min(capacity, 20)
-    cached.flush()
-    for mine, other in zip([weight, *host_states], [value, *states], strict=True):
-        assert torch.equal(mine, other)
-
-
-@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
-def test_packed_rows_equal_those_without_a_cache(device, rule):
-    rule, lr = make_rule(rule), torch.tensor(0.1, device=device)
-    start = PackedRows.empty(ROWS, DIM, ROWS, device)
-    start.write(torch.arange(ROWS, device=device), torch.randn(ROWS, DIM, device=device))
-    value = PackedParameter(start)
-    there = replace(start, data=in_host_memory(start.data, device))
-    weight = CachedPackedParameter(there, capacity=7, impl="triton")
-    cached = weight.cached
-    cached.start()
-    widths = [1 if per_row else DIM for per_row in rule.states.values()]
-    states = [torch.zeros(ROWS, width, device=device) for width in widths]
-    own = [cached.new_rows(width, torch.float32) for width in widths]
-    seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
-
-    for index in range(3):
-        rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
-        grads = torch.randn(20, DIM, device=device)
-        found = look_up(cached, rows[None], training=True)
-        assert torch.equal(found[:, 0], lookup(value, rows, impl="triton")), index
-        options = {"lr": lr, "impl": "triton"}
-        update_rows(rule, value, rows, grads, states, seed=seeds[0], **options)
-        slots = slots_for_update(weight, own)
-        update_rows(rule, weight, rows, grads, own, cached=slots, seed=seeds[1], **options)
-    assert cached.index.slot_to_row.ge(0).sum() == 7
-    cached.flush()
-    for mine, other in zip([weight.packed.data, *own], [value.packed.data, *states], strict=True):
-        assert torch.equal(mine, other)
+        found = look_up(both.cached, rows, training=True)
+        assert torch.equal(found, lookup(both.value, rows, impl="triton")), index
+        both.update(rows, torch.randn(20, DIM, device=device))
+    assert both.cached.slots.ge(0).sum() >= min(capacity, 20)
+    both.assert_equal()
 
 
 @pytest.mark.parametrize("mode", ["sum", "max"])
 def test_bags_pool_the_cached_values(device, mode):
     _, value, _, cached, _ = make(device, 20, "sgd")
     rows = torch.arange(30, device=device)
-    look_up(cached, rows[None, :15], training=True)
+    look_up(cached, rows[:15], training=True)
     cached.tensors[0][1].add_(1.0)
     cached_now = cached.slots >= 0
     assert 10 < cached_now.sum() <= 15
@@ -147,10 +143,8 @@ def delay(device):
 
 @combinations(rule=["adagrad", "rowwise_adagrad", "adam"], capacity=[20, 60])
 def test_moves_during_the_step_change_nothing(device, rule, capacity):
-    dtype = torch.bfloat16 if rule == "adam" else torch.float32
-    rule, value, states, cached, host_states = make(device, capacity, rule, dtype)
-    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
-    seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    made = make(device, capacity, rule, torch.bfloat16 if rule == "adam" else torch.float32)
+    both, cached = Both(device, made), made[3]
     rounds = 301 if device.type == "cuda" else 15
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
 
@@ -158,7 +152,6 @@ def test_moves_during_the_step_change_nothing(device, rule, capacity):
         announced = index % 7 not in (0, 5)
         if not announced:
             rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
-        grads = torch.randn(50, DIM, device=device)
 
         if index % 3 == 0:
             delay(device)
@@ -167,44 +160,34 @@ def test_moves_during_the_step_change_nothing(device, rule, capacity):
         if announced and device.type == "cpu":  # rows in use stay where they are
             used = torch.isin(before, rows)
             assert torch.equal(cached.index.slot_to_row[used], before[used])
-        found = look_up(cached, rows[None], training=True, fetched=True)
-        assert torch.equal(found[:, 0], value[rows])
-        update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
-        update_rows(
-            rule, weight, rows, grads, host_states, lr=lr, cached=cached.cached_slots, seed=seeds[1]
-        )
+        assert torch.equal(lookup(cached, rows), both.value[rows])
+        both.update(rows, torch.randn(50, DIM, device=device))
 
         if index % 7 == 3:  # an evaluation
-            every = torch.arange(ROWS, device=device)[None]
-            found = look_up(cached, every, training=False)
-            assert torch.equal(found[:, 0], value)
+            every = torch.arange(ROWS, device=device)
+            assert torch.equal(look_up(cached, every, training=False), both.value)
 
     moved = cached.index.traffic[2:4].tolist()
     assert moved[0] > moved[1] if capacity == ROWS else moved[1] > len(batches)
-    cached.flush()
-    for mine, other in zip([weight, *host_states], [value, *states], strict=True):
-        assert torch.equal(mine, other)
+    both.assert_equal()
 
 
 @pytest.mark.parametrize("then", ["flush", "release", "stop", "look up", "train"])
 def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, then):
-    rule, value, _, cached, _ = make(device, 20, "sgd")
-    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
+    made = make(device, 20, "sgd")
+    both, cached, value = Both(device, made), made[3], made[1]
     rows = torch.arange(40, device=device).view(4, 10)
     for index, used in enumerate(rows[:3]):
         delay(device)
         cached.begin_window(None if index else (used[None], None), (rows[index + 1][None], None))
-        grads = torch.ones(10, DIM, device=device)
-        update_rows(rule, value, used, grads, [], lr=lr)
-        update_rows(rule, weight, used, grads, [], lr=lr, cached=cached.cached_slots)
+        both.update(used, torch.ones(10, DIM, device=device))
     if then == "look up":
-        found = look_up(cached, rows, training=False)
-        assert torch.equal(found, value[rows.t()])
+        assert torch.equal(look_up(cached, rows.view(-1), training=False), value[:40])
     elif then == "train":  # with rows that just left, and were not announced
         cached.begin_window((rows[1:2], None), None)
-        found = look_up(cached, rows[1:2], training=True, fetched=True)
-        assert torch.equal(found[:, 0], value[rows[1]])
+        assert torch.equal(lookup(cached, rows[1]), value[rows[1]])
     else:
+        weight = cached.weight
         getattr(cached, then)()
         assert torch.equal(weight, value)
 
@@ -220,7 +203,7 @@ def test_rows_move_in_order_of_their_pages(device, monkeypatch):
     )
     _, _, _, cached, _ = make(device, 20, "sgd")
     for rows in torch.randperm(ROWS, device=device).view(3, 20):
-        look_up(cached, rows[None], training=True)
+        look_up(cached, rows, training=True)
     for index, moves in enumerate(moved):
         assert moves.counters.tolist() == [20, 20, 20, 20 * (index > 0)]
         lists = [moves.missing[:20], *[moves.leaving[:20]] * (index > 0)]
@@ -252,23 +235,15 @@ def test_memory_of_the_host_is_seen_from_both_sides(device):
     assert there.tolist()[2] == [8, 9, -1, 11]
 
 
-def test_the_cache_is_found_at_its_parameter():
-    weight = torch.nn.Parameter(torch.zeros(3, 2))
-    assert cached_rows(weight) is None
-    weight = CachedParameter(torch.arange(6.0).view(3, 2), capacity=1, half_life=7)
-    assert isinstance(weight.cached, CachedRows)
-    assert cached_rows(weight) is weight.cached
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
 def test_a_copy_of_a_parameter_has_a_cache_of_its_own(copied):
     weight = CachedParameter(torch.arange(6.0).view(3, 2), capacity=1, half_life=7)
     weight.cached.start()
-    twin, cached, same = copied([weight, weight.cached, weight])
+    twin, same = copied([weight, weight])
     assert isinstance(twin, CachedParameter)
     assert twin is same is not weight
-    assert twin.cached is cached is not weight.cached
-    assert (cached.capacity, cached.half_life, cached.active) == (1, 7, False)
+    assert twin.cached is not weight.cached
+    assert (*twin.cached.settings, twin.cached.active) == (1, 7, False)
     assert torch.equal(twin, weight)
     assert twin.requires_grad
     assert twin.data_ptr() != weight.data_ptr()
@@ -288,6 +263,6 @@ def test_a_cache_leaves_half_of_the_free_memory_of_the_gpu(monkeypatch):
     assert cached.nbytes()[0] == 2 * 7 * DIM * 4
 
     # As many more rows than slots as before: results do not depend on the cache.
-    cached.prepare(torch.arange(ROWS)[None], None, training=True)
+    cached.prepare(torch.arange(ROWS)[None], training=True)
     assert torch.equal(lookup(cached, torch.arange(ROWS)[None])[0], cached.weights[0])
     assert state.shape == (ROWS, DIM)
