@@ -23,6 +23,7 @@ from tests.kit import combinations
 SIZES = [7, 40, 3]
 DIM = 4
 CACHES = [0, 1, 9, 30, 10**6]  # rows; a batch of 8 has up to 24 distinct ones of 50
+SOME = (1, 2, 4, 0)  # batches of prefetch windows, 0 for none
 
 
 def pair(rule="sgd", cache_rows=9, dtype=torch.float32, impl=None, **options):
@@ -62,8 +63,8 @@ def step_alike(groups, optimizers, *batches, context=NO_CONTEXT):
     assert torch.equal(*(step(*pair, *batches, context=context) for pair in pairs))
 
 
-def train(groups, optimizers, steps, windows=(1, 2, 4, 0)):
-    """Train both groups alike, in prefetch windows of so many batches, 0 for none."""
+def train(groups, optimizers, steps, windows=SOME):
+    """Train both groups alike, in prefetch windows of so many batches."""
     sizes = list(itertools.islice(itertools.cycle(windows), steps))
     batches = [[draw() for _ in range(max(size, 1))] for size in sizes]
     done = 0
@@ -96,37 +97,21 @@ def assert_equal_states(groups, optimizers):
             assert torch.equal(tensor, states[1][index][name]), name
 
 
-@pytest.mark.parametrize(
-    ("cache_rows", "windows"),
-    [
-        pytest.param(rows, windows, marks=() if rows == 9 or len(windows) > 1 else pytest.mark.slow)
-        for rows in CACHES
-        for windows in [(1,), (3,), (0,), (1, 2, 4, 0)]
-    ],
-)
-def test_training_equals_dense_to_the_last_bit(cache_rows, windows):
-    groups, optimizers = pair("adam", cache_rows)
-    train(groups, optimizers, 50, windows)
-    assert_equal_states(groups, optimizers)
-
-
-VARIANTS = [(rule, {}) for rule in RULES] + [
-    ("sgd", {"momentum": 0.9, "weight_decay": 0.1}),
-    ("rmsprop", {"momentum": 0.5}),
+EQUAL = [
+    *(("adam", rows, torch.float32, windows, {}) for rows in CACHES for windows in [(3,), SOME]),
+    *(("adam", 9, torch.float32, windows, {}) for windows in [(1,), (0,)]),
+    *((rule, 6, torch.float32, SOME, {}) for rule in RULES if rule != "adam"),
+    ("sgd", 6, torch.float32, SOME, {"momentum": 0.9, "weight_decay": 0.1}),
+    ("rmsprop", 6, torch.float32, SOME, {"momentum": 0.5}),
+    *((rule, 6, torch.bfloat16, SOME, {}) for rule in ("sgd", "adagrad")),  # rounded by chance
+    *((rule, 6, "int8", SOME, {}) for rule in ("sgd", "adagrad")),
 ]
 
 
-@pytest.mark.parametrize(("rule", "options"), VARIANTS)
-def test_every_rule_equals_dense_and_its_state_moves_with_the_rows(rule, options):
-    groups, optimizers = pair(rule, 6, **options)
-    train(groups, optimizers, 40)
-    assert_equal_states(groups, optimizers)
-
-
-@combinations(rule=["sgd", "adagrad"], dtype=[torch.bfloat16, "int8"])
-def test_rows_rounded_by_chance_equal_dense(rule, dtype):
-    groups, optimizers = pair(rule, 6, dtype)
-    train(groups, optimizers, 40)
+@pytest.mark.parametrize(("rule", "cache_rows", "dtype", "windows", "options"), EQUAL)
+def test_training_equals_dense_to_the_last_bit(rule, cache_rows, dtype, windows, options):
+    groups, optimizers = pair(rule, cache_rows, dtype, **options)
+    train(groups, optimizers, 40, windows)
     assert_equal_states(groups, optimizers)
 
 
