@@ -34,7 +34,7 @@ from dlrm.distributed.world import World
 from dlrm.kernels.update.packed import storage
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
-from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.sparse_arch.table_plan import KnownIds, make_table_plan
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg
@@ -48,7 +48,7 @@ from scripts.benchmarks.batches import (
     worst_difference,
 )
 
-SMALL = "--models kaggle --kinds dense --batches 64 --cap 500 --precision fp32 --mode eager"
+SMALL = "--models kaggle --kinds dense auto --batches 64 --cap 500 --precision fp32 --mode eager"
 SMALL += " --exchanges collective --wires fp32 --checked 16"
 ROOM = 1.2  # memory of a GPU that holds a model alone, relative to its tables
 COMMUNICATES = re.compile("nccl|barrier_kernel|^_read$|^_send$").search  # names of kernels
@@ -90,7 +90,8 @@ class Case:
         rows, dim = self.shape.capped(cap), self.shape.dim
         options: dict[str, Any] = {"largest": 7, "options": {"tt": {"rank": 32}}}
         if self.kind == "auto":  # within a tenth of the bytes, by how often each id occurs
-            options = {"budget": "10x", "counts": partial(expected_counts, rows)}
+            ids = KnownIds(counts=partial(expected_counts, rows))
+            options = {"budget": "10x", "ids": ids}
         plan = make_table_plan(NAMES, rows, dim, self.kind, **options)
         sizes = {"num_dense": 13, "num_embeddings": rows, "embedding_dim": dim, "plan": plan}
         mlps = {"bottom_mlp": [512, 256, 64], "top_mlp": [512, 256]}
