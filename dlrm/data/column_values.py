@@ -95,28 +95,30 @@ def read_bags(
 
     Returns:
         The ids ``[rows, bag_size]`` and None if the column has a ``bag_size``; otherwise the ids
-        ``[nnz]`` of all rows and offsets ``[rows + 1]``, int64.
+        ``[nnz]`` of all rows and offsets ``[rows + 1]``, which may begin anywhere.
     """
     size, rows, offsets = column.bag_size, len(array), None
     fixed = pa.types.is_fixed_size_list(array.type)
-    if size is None or not fixed or array.type.list_size != size or array.null_count:
-        offsets = np.zeros(rows + 1, np.int64)
-        if fixed or array.null_count:
+    if not fixed and not array.null_count:
+        offsets = array.offsets.to_numpy()
+        first, last = int(offsets[0]), int(offsets[-1])
+        values = array.values.slice(first, last - first)
+    else:
+        values = array.flatten()
+        if size is None or array.null_count or array.type.list_size != size:
+            offsets = np.zeros(rows + 1, np.int64)
             np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
-        else:
-            offsets[:] = array.offsets
-            offsets -= offsets[0]
 
     if size is not None and offsets is not None:
-        wrong = np.flatnonzero(np.diff(offsets) != size)
-        if wrong.size:
-            row = wrong[0]
+        wrong = offsets[1:] - offsets[:-1] != size
+        if wrong.any():
+            row = wrong.argmax()
             raise ValueError(
                 f"{where}: row {row} has {offsets[row + 1] - offsets[row]} ids, {META_FILE} says "
                 f"bag_size {size}; take bag_size out of {META_FILE} if bags differ in length"
             )
 
-    ids = read_ids(array.flatten(), where, column, cardinality)
+    ids = read_ids(values, where, column, cardinality)
     return (ids, offsets) if size is None else (ids.reshape(rows, size), None)
 
 

@@ -16,41 +16,41 @@ QUEUED = 8  # runs whose work may be queued on the GPU
 Run = Sequence[tuple[Batch, int]]
 """Consecutive batches, each with a position, that were made together."""
 
+Queued = tuple[Run, torch.cuda.Event]
 
-def prefetch_to_device(runs: Iterator[Run], device: torch.device) -> Iterator[Run]:
-    """Yield runs of batches of a CUDA device, one run ahead of the consumer.
 
-    They are made on a stream of their own, and are ready for the current stream of the consumer
-    when they are yielded. What a run costs the CPU is shared by its batches, of which it has at
-    least one.
-    """
-    stream = stream_of(device, "loads")
-    made: deque[tuple[Run, torch.cuda.Event]] = deque()
-    queued: deque[torch.cuda.Event] = deque()
+def queue_on_device(runs: Iterator[Run], device: torch.device) -> Iterator[Queued]:
+    """Queue runs of batches of a CUDA device, at least one each, on a stream of their own. With
+    each comes an event after its work, which may not have begun."""
+    # Chosen here: another thread, which makes the runs, may have another current device.
+    return _queue_on(stream_of(device, "loads"), runs)
+
+
+def _queue_on(stream: torch.cuda.Stream, runs: Iterator[Run]) -> Iterator[Queued]:
     while True:
         with torch.cuda.stream(stream):
             run = next(runs, None)
             if run is None:
-                break
-            made.append((run, stream.record_event()))
-        if len(made) > 1:
-            yield _received(*made.popleft())
-            # By now the work on that run is queued. Wait for earlier work: this bounds memory, and
-            # keeps the time spent waiting for data apart from that spent waiting for the GPU.
-            queued.append(torch.cuda.current_stream(device).record_event())
-            if len(queued) > QUEUED:
-                queued.popleft().synchronize()
-    while made:
-        yield _received(*made.popleft())
+                return
+            queued = run, stream.record_event()
+        yield queued
 
 
-def _received(run: Run, copied: torch.cuda.Event) -> Run:
-    """The run, for whose copy the current stream waits, and whose memory it keeps in use."""
-    stream = torch.cuda.current_stream(run[0][0].labels.device)
-    stream.wait_event(copied)
-    for batch, _ in run:
-        batch.record_stream(stream)
-    return run
+def receive(runs: Iterator[Queued], device: torch.device) -> Iterator[Run]:
+    """Yield the runs of :func:`queue_on_device`, ready for the current stream of the consumer."""
+    used: deque[torch.cuda.Event] = deque()
+    for run, made in runs:
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(made)
+        for batch, _ in run:
+            batch.record_stream(stream)
+        yield run
+
+        # By now the work on that run is queued. Wait for earlier work: this bounds memory, and
+        # keeps the time spent waiting for data apart from that spent waiting for the GPU.
+        used.append(torch.cuda.current_stream(device).record_event())
+        if len(used) > QUEUED:
+            used.popleft().synchronize()
 
 
 def use_one_core() -> None:

@@ -11,15 +11,15 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.device_prefetch import Run, prefetch_to_device, use_one_core
+from dlrm.data.device_prefetch import Run, queue_on_device, receive, use_one_core
 from dlrm.data.negatives import sample_negatives
 from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
@@ -39,6 +39,7 @@ from dlrm.utils.cpus import cpu_count
 ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows, on a CPU
 BYTES_AT_ONCE = 16 << 20
 """Of rows that are gathered together on a GPU, as launches take longer than what they copy."""
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,7 @@ class Reading:
     """Threads that read and decode row groups; by default half of the cores, up to 8, or three
     quarters, up to 12, if the batches go to a GPU."""
     prefetch: int = 4
-    """Batches made ahead of the consumer if the CPU makes them, or runs of as many small ones as
-    have 4,096 rows."""
+    """Batches made ahead of the consumer, or runs of small ones that are gathered together."""
     allow_outside: bool = False
     """Whether ``meta.json`` may list files outside of the directory."""
 
@@ -296,17 +296,22 @@ class BatchLoader:
         ):
             runs = self._runs(start, readers)
             if self._on_gpu:
-                runs = prefetch_to_device(runs, self.device)
+                queued = self._made_ahead(queue_on_device(runs, self.device), assembler)
+                runs = receive(queued, self.device)
             else:
                 runs = self._made_ahead(runs, assembler)
             for batch, position in chain.from_iterable(runs):
                 total, self._position = position - self._position, position
                 yield replace(batch, total=total)
 
-    def _made_ahead(self, runs: Iterator[Run], assembler: ThreadPoolExecutor) -> Iterator[Run]:
-        """Runs that a single other thread makes, ahead of the consumer."""
+    def _made_ahead(self, runs: Iterator[Made], assembler: ThreadPoolExecutor) -> Iterator[Made]:
+        """What a single other thread makes, ahead of the consumer.
+
+        It calls PyTorch and CUDA many times, and each call may wait for the interpreter's lock
+        while row groups are decoded: the consumer would not launch its steps in time.
+        """
         assembler.submit(use_one_core).result()
-        pending: deque[Future[Run | None]] = deque()
+        pending: deque[Future[Made | None]] = deque()
         while True:
             while len(pending) <= self.prefetch:
                 pending.append(assembler.submit(next, runs, None))
@@ -335,9 +340,8 @@ class BatchLoader:
                 yield _gather(run, self.batch_size)
                 run = []
 
-            with self._waiting() if self._on_gpu else nullcontext():
-                for buffer in mine:
-                    buffer.wait()
+            for buffer in mine:
+                buffer.wait()
             if self.shuffle and self.windows == 1 and mine:
                 self._resident = mine[0]
             if full:

@@ -58,7 +58,7 @@ class Rows:
     labels: np.ndarray  # [rows] bool or number
     dense: list[np.ndarray]  # [rows] float32 each
     ids: list[np.ndarray]  # [rows] integer each, [rows, L] of bags of L ids, [nnz] of ragged ones
-    offsets: list[np.ndarray | None]  # [rows + 1] int64 each: where ragged bags begin, else None
+    offsets: list[np.ndarray | None]  # [rows + 1] integers each: where ragged bags begin, else None
     weights: np.ndarray | None = None  # [rows] float32
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm.data.batch import Batch, concatenate
 from dlrm.data.multi_hot import FixedBags, RaggedBags, StagedBags, by_feature, take
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.rows import empty_batch, fill, new_rows
+from dlrm.data.rows import as_batch, empty_batch, fill, new_columns
 from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
 
 
@@ -39,8 +39,8 @@ class ShuffleBuffer:
         self._staged = staged
 
         self._unread = deque(zip(group.row_groups, self._arrange(group), strict=True))
-        self._reads: deque[Future[tuple[Batch, StagedBags | None]]] = deque()
-        self._rows: Batch | None = None
+        self._reads: deque[Future[tuple[list[Tensor], StagedBags | None]]] = deque()
+        self._rows: list[Tensor] = []  # see new_columns
         self._bags: FixedBags | RaggedBags | None = None
         self._arrived = self._submitted = 0  # rows
 
@@ -80,11 +80,11 @@ class ShuffleBuffer:
 
     def _read_more(self) -> None:
         """Start reading until the allowed number of row groups is in host memory."""
-        # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
+        # Pinned by this thread, which makes all calls to CUDA.
         pinned, reader = self._device.type == "cuda", self._reader
         while self._unread and len(self._reads) < self._staged:
             row_group, mix = self._unread.popleft()
-            rows = new_rows(reader, row_group.rows, pinned=pinned)
+            rows = new_columns(reader, row_group.rows, pinned=pinned)
             bags = None
             if reader.meta.multi_hot:
                 bags = StagedBags(
@@ -104,9 +104,9 @@ class ShuffleBuffer:
         row_group: RowGroup,
         mix: Interleave | None,
         first: int,
-        out: Batch,
+        out: list[Tensor],
         bags: StagedBags | None,
-    ) -> tuple[Batch, StagedBags | None]:
+    ) -> tuple[list[Tensor], StagedBags | None]:
         """Read a row group in file order; ``first`` is the number of its first row."""
         rows = self._reader.read(row_group)
         fill(out, rows)
@@ -126,10 +126,10 @@ class ShuffleBuffer:
             self._store(*self._reads.popleft().result())
             self._read_more()
 
-    def _store(self, read: Batch, staged: StagedBags | None) -> None:
+    def _store(self, read: Sequence[Tensor], staged: StagedBags | None) -> None:
         """Append the rows of a row group."""
-        rows, all_rows = read.to(self._device), self.group.rows
-        here = slice(self._arrived, self._arrived + rows.size)
+        rows = [values.to(self._device, non_blocking=True) for values in read]
+        here = slice(self._arrived, self._arrived + rows[0].shape[1])
         self._arrived = here.stop
 
         if staged is not None:
@@ -140,10 +140,10 @@ class ShuffleBuffer:
             self._rows = rows
             return
 
-        if self._rows is None:
-            self._rows = rows.map(lambda values: values.new_empty((*values.shape[:-1], all_rows)))
-        for all_values, values in zip(self._rows.tensors, rows.tensors, strict=True):
-            all_values[..., here] = values
+        if not self._rows:
+            self._rows = [values.new_empty((len(values), self.group.rows)) for values in rows]
+        for all_values, values in zip(self._rows, rows, strict=True):
+            all_values[:, here] = values
 
     def _make_bags(self, dtype: torch.dtype) -> FixedBags | RaggedBags:
         """Allocate room for the ids of all rows of multi-hot data."""
@@ -194,9 +194,12 @@ class ShuffleBuffer:
 
     def _gather(self, part: slice, size: int, apart: int) -> list[Batch]:
         """Gather batches of ``size`` rows without bags, whose starts are ``apart`` rows apart."""
-        self.wait()
-        rows = self._rows
-        assert rows is not None
+        meta = self._reader.meta
+        index: Tensor | slice = part if self._order is None else self._order[part]
+
+        # A single batch takes few calls, as each may wait for the threads that read.
+        if isinstance(index, Tensor) and len(index) == size:
+            return [as_batch([take(values, index, 1) for values in self._rows], meta)]
 
         def split(values: Tensor, apart: int) -> Tensor:
             """``[..., rows]`` as one contiguous matrix for each batch, ``[batches, ..., size]``."""
@@ -204,18 +207,10 @@ class ShuffleBuffer:
             # A dimension of size 0 or 1 keeps its stride, which compiled steps depend on.
             return parts.view(-1).view(parts.shape)
 
-        def gathered(values: Tensor) -> Sequence[Tensor]:
-            if self._order is None:
-                return split(values[..., part], apart).unbind()
-            return split(take(values, index, -1), size).unbind()
-
-        if self._order is not None:
-            index = split(self._order[part], apart).view(-1)
-        columns = [gathered(values) for values in rows.tensors]
-        return [
-            Batch(dense, ids, labels, weights=weights[0] if weights else None)
-            for dense, ids, labels, *weights in zip(*columns, strict=True)
-        ]
+        if isinstance(index, Tensor):
+            index, apart = split(index, apart).view(-1), size
+        columns = [split(take(values, index, 1), apart) for values in self._rows]
+        return [as_batch(of_batch, meta) for of_batch in zip(*columns, strict=True)]
 
 
 def gather(
