@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.training.data_parallel import GradientReducer
-from dlrm.utils.graph_recorder import GraphRecorder
+from dlrm.utils.graph_recorder import RecordedByShape
 from dlrm.utils.streams import side_stream_of
 
 
@@ -144,10 +143,6 @@ class RowPrefetcher(Prefetcher):
         return LookupContext(rows_fetched=True)
 
 
-_Sort = tuple[Tensor, Callable[[], object], list[SortedLookups]]
-"""A recorded sort: its input, its replay, and what that writes."""
-
-
 class SortPrefetcher(Prefetcher):
     """Sorts the look-ups of a batch at peers ahead of its step, which begins with them.
 
@@ -162,13 +157,9 @@ class SortPrefetcher(Prefetcher):
 
     def __init__(self, arch: SparseArch, device: torch.device) -> None:
         super().__init__()
-        self._arch = arch
         self._side = side_stream_of(device, "lookups")
-        # What was sorted last may still be read: two recorders with memory of their own take turns.
-        self._recorders: list[GraphRecorder] = []
-        if device.type == "cuda":
-            self._recorders = [GraphRecorder(device, "lookups") for _ in range(2)]
-        self._recorded: dict[tuple[GraphRecorder, torch.Size, torch.dtype], _Sort | None] = {}
+        # What was sorted last may still be read: two with memory of their own take turns.
+        self._turns = [RecordedByShape(arch.sort, device, "lookups") for _ in range(2)]
         self._reset()
 
     def look_ahead(self, samples: int) -> int:
@@ -189,25 +180,10 @@ class SortPrefetcher(Prefetcher):
             self._next = self._sort(batch)
 
     def _sort(self, batch: Batch) -> list[SortedLookups]:
-        """The first two batches of a shape compile the kernels, the next two are recorded."""
         if batch.offsets is not None:
             return []
-        if not self._recorders:
-            return self._arch.sort(batch.ids)
-
-        self._recorders.reverse()
-        recorder = self._recorders[0]
-        key = recorder, batch.ids.shape, batch.ids.dtype
-        if key not in self._recorded:
-            self._recorded[key] = None
-            return self._arch.sort(batch.ids)
-        if (sort := self._recorded[key]) is None:
-            ids = batch.ids.clone()
-            sort = self._recorded[key] = ids, *recorder.record(lambda: self._arch.sort(ids))
-        ids, replay, found = sort
-        ids.copy_(batch.ids)
-        replay()
-        return found
+        self._turns.reverse()
+        return self._turns[0](batch.ids)
 
 
 def make_prefetcher(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from dlrm.utils.streams import stream_of
 
@@ -71,3 +72,41 @@ class GraphRecorder:
         # The generator still counts for the graph, and would refuse to draw outside of it.
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
+
+
+class RecordedByShape(Generic[Output]):
+    """A function of tensors, run as a CUDA graph for each of their shapes; on a CPU as it is.
+
+    The first two calls with a shape run the function, which compiles its kernels; the second one
+    also records it, on copies of the inputs.
+
+    Args:
+        run: the function; it must not wait for the GPU.
+        device: of the tensors.
+        purpose: of the stream on which it is recorded.
+    """
+
+    def __init__(self, run: Callable[..., Output], device: torch.device, purpose: str) -> None:
+        self._run = run
+        self._recorder = GraphRecorder(device, purpose) if device.type == "cuda" else None
+        self._recorded: dict[Any, tuple[list[Tensor], Callable[[], object], Output] | None] = {}
+
+    def __call__(self, *inputs: Tensor) -> Output:
+        """Returns what the function returns; the next replay writes to the same memory."""
+        if self._recorder is None:
+            return self._run(*inputs)
+        key = tuple((each.shape, each.dtype) for each in inputs)
+        if key not in self._recorded:
+            self._recorded[key] = None
+            return self._run(*inputs)
+
+        if (recorded := self._recorded[key]) is None:
+            own = [each.clone() for each in inputs]
+            now = self._run(*own)
+            self._recorded[key] = own, *self._recorder.record(lambda: self._run(*own))
+            return now
+        own, replay, out = recorded
+        for to, each in zip(own, inputs, strict=True):
+            to.copy_(each)
+        replay()
+        return out
