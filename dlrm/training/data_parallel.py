@@ -17,7 +17,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.lookup.source import row_gradient
 from dlrm.kernels.update.packed import packed_rows
-from dlrm.kernels.update.row_sort import RowSorter
+from dlrm.kernels.update.row_sort import RowSorter, SortedRows
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
@@ -153,7 +153,7 @@ class GradientReducer:
             dist.all_reduce(flat)
             rest = _set_gradients(dense, flat)
             for parameter in small:
-                rest = self._set_dense_gradient(parameter, rest)
+                rest = self._set_dense_gradient(parameter, rest, context.sorter)
 
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
@@ -189,11 +189,13 @@ class GradientReducer:
         """Whether an update changes rows without a gradient, as by rounding them."""
         return not self._skips_zero_gradients or packed_rows(parameter) is not None
 
-    def _set_dense_gradient(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    def _set_dense_gradient(
+        self, parameter: nn.Parameter, flat: Tensor, sorter: RowSorter | None
+    ) -> Tensor:
         """Set the gradient of a parameter from the front of ``flat``; returns the rest.
 
         Unless zero gradients are skipped, it has an entry for every row, so that its shape does not
-        depend on the ids. The row of an entry is -1 if the row has no gradient.
+        depend on the ids. The row of an entry is -2 if the row has no gradient.
         """
         table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         grad = table.view_as(parameter).to(parameter.dtype)
@@ -202,7 +204,10 @@ class GradientReducer:
             return flat
         num_rows = len(parameter)
         mask, flat = flat.split([num_rows, flat.numel() - num_rows])
-        rows = torch.arange(num_rows, device=mask.device).where(mask > 0, -1)
+        order = torch.arange(num_rows, device=mask.device)
+        rows = order.where(mask > 0, -2)
+        if sorter is not None:
+            sorter.submit(parameter, rows, sorted_rows=SortedRows(rows, order))
         parameter.grad = row_gradient(parameter, rows, grad, sparse=True)
         return flat
 

@@ -9,8 +9,8 @@ crosses a tile boundary is only summed: its *spilled* sums, at most two per tile
 continues in the next. :func:`finish` then adds them up in order and updates these rows.
 :func:`merge_runs` does the same as :func:`merge`, faster where there are many wide rows.
 
-Words: an *entry* is one gradient with its row; a *run* is the entries of one row; entries of row -1
-are skipped, and are sorted to the front.
+Words: an *entry* is one gradient with its row; a *run* is the entries of one row. Entries of
+negative rows are skipped: -1 if they are in front of all others, -2 elsewhere.
 """
 
 from __future__ import annotations
@@ -216,12 +216,12 @@ def merge(
     last_row = before  # of the part before, and its sum so far
     last_sum = tl.zeros((1, BLOCK_D), tl.float32)
 
-    # A tile of nothing but skipped entries, which are sorted to the front, has nothing to do.
+    # A tile of nothing but skipped entries in front of all others has nothing to do.
     last = tl.minimum(begin + BLOCK * PARTS, entries.n) - 1
     highest = tl.load(entries.rows + last) - entries.base
 
     at = tl.arange(0, BLOCK)
-    for part in range(tl.where(highest < 0, PARTS, 0), PARTS):
+    for part in range(tl.where(highest == -1, PARTS, 0), PARTS):
         k = begin + part * BLOCK + at
         inside = k < entries.n
         row = _row_at(entries, k, inside)
@@ -230,7 +230,7 @@ def merge(
 
         ends = inside & (row != following)
         late = row == before  # it began in an earlier tile
-        live = ends & ~late
+        live = ends & ~late & (row >= 0)
         slot = _slot_of(row, table, row >= 0)  # in flight while the sums are computed
 
         # Sum the entries of each row up to every entry: its last one has the whole sum.
@@ -271,7 +271,7 @@ def merge_runs(
     k = first + tl.arange(0, LENGTH)
     row = _row_at(entries, k, k < last)
     previous = _row_at(entries, k - 1, (k > first) & (k < last))
-    begin = (row >= 0) & (row != previous)
+    begin = (row != -1) & (row != previous)  # of skipped entries between others too
     count = tl.sum(begin.to(tl.int32), 0)
     tl.store(begins + first + tl.cumsum(begin.to(tl.int32), 0) - 1, k, mask=begin)
     tl.debug_barrier()  # other threads read them
@@ -319,7 +319,7 @@ def _update_runs(
     there = start < end
     row = _row_at(entries, start, there)
     late, crosses = late & there & (start == first), crosses & there & (end == last)
-    live = there & ~late & ~crosses
+    live = there & ~late & ~crosses & (row >= 0)
     slot = _slot_of(row, table, live)  # in flight while the sums are computed
 
     column = tl.arange(0, BLOCK_D)

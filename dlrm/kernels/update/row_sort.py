@@ -41,7 +41,9 @@ def _sort_table(
 class SortedRows:
     """The entries of a row gradient sorted by row; they may be part of a longer list."""
 
-    rows: Tensor  # [n] int32 or int64, ascending: the row of each entry, plus base
+    # [n] int32 or int64: the row of each entry, plus base; equal ones are next to each other.
+    # Entries to leave out have row -1 in front of all others, and -2 elsewhere.
+    rows: Tensor
     order: Tensor  # [n] int32 or int64, the index of each entry's gradient, plus first
     base: int = 0
     first: int = 0
@@ -191,7 +193,13 @@ class RowSorter:
         if self._stream is not None and joins:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def submit(self, weight: Tensor, rows: Tensor, owners: Tensor | None = None) -> None:
+    def submit(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        owners: Tensor | None = None,
+        sorted_rows: SortedRows | None = None,
+    ) -> None:
         """Have the rows of a gradient sorted; they must not change until the block ends.
 
         Args:
@@ -199,10 +207,11 @@ class RowSorter:
             rows: see :func:`sort_rows_together`.
             owners: the gradient of each row, ``[n]``, where several rows share one, as in a bag; by
                 default each has its own.
+            sorted_rows: the result, if they are in order already.
         """
         if self._stream is not None and rows.is_cuda and rows.numel():
             self._stream.wait_stream(torch.cuda.current_stream())
-            self._submissions.append(_Submission(weight, rows, owners))
+            self._submissions.append(_Submission(weight, rows, owners, sorted_rows))
 
     def sort(self) -> None:
         """Begin to sort what was submitted so far; call it after the last look-up."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm.kernels.update import sparse as kernel
-from dlrm.kernels.update.row_sort import RowSorter, sort_rows, sort_rows_together
+from dlrm.kernels.update.row_sort import RowSorter, SortedRows, sort_rows, sort_rows_together
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
 from tests.kit import SLOW, combinations, first
@@ -313,6 +313,23 @@ def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed)
     same = sort_rows_together(both, impl="torch")[0]
     assert torch.equal(same.rows - same.base, alone.rows)
     assert torch.equal(same.order - same.first, alone.order)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_entries_between_others_are_left_out(device, request, wide):
+    """As in a list of all rows in order, of which some have no gradient."""
+    if wide:
+        request.getfixturevalue("runs")
+    rows, lr = torch.randint(27, (96,), device=device).sort().values, torch.ones((), device=device)
+    rows = torch.where(rows % 3 > 0, rows, -2)
+    grads = torch.randn(96, 4, device=device)
+    grads[rows < 0] = torch.nan
+    plan = SortedRows(rows, torch.arange(96, device=device))
+    found, expected = (torch.zeros(27, 4, device=device) for _ in range(2))
+    update_rows("sgd", found, rows, grads, lr=lr, sorted_rows=plan, impl="triton")
+    update_rows("sgd", expected, rows, grads, lr=lr, impl="torch")
+    torch.testing.assert_close(found, expected)
+    assert found.any()
 
 
 def test_a_sorter_without_a_gpu_sorts_nothing():
