@@ -125,7 +125,13 @@ def prepare(
 
 def inherit_options(options: Options) -> Options:
     """Replace the options that determine ids and dense values by those of the data ``ids_of``,
-    which must be whole, made by :func:`prepare`, and not differ from options that are given."""
+    which must be whole, made by :func:`prepare`, and not differ from options that are given.
+
+    Raises:
+        FileNotFoundError: ``ids_of`` has no ``meta.json``.
+        ValueError: ``ids_of`` was not made by :func:`prepare`, one of these options is given and
+            differs, or a vocabulary is damaged.
+    """
     assert options.ids_of is not None
     directory = Path(options.ids_of)
     meta = Meta.read(directory)

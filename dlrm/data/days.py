@@ -84,7 +84,11 @@ def first_day(directory: str, data: str | None = None) -> str:
 
 
 def require_same_columns(first: Path, meta: Meta, day: Path, other: Meta) -> None:
-    """Check that a ``day`` has the columns, the ids and the scaling of the first one."""
+    """Check that a ``day`` has the columns, the ids and the scaling of the first one.
+
+    Raises:
+        ValueError: it differs.
+    """
     wrong = None
     for what in ("label", "weight", "dense", "tables", "cardinalities", "lengths"):
         if wrong is None and getattr(meta, what) != getattr(other, what):

@@ -196,6 +196,9 @@ def with_effects(
 
     Returns:
         The description with the effects, and without the counts that explain nothing.
+
+    Raises:
+        ValueError: the data is damaged.
     """
     reader = RowGroupReader(directory, replace(meta, weight=None))
     row_groups = reader.row_groups("train")

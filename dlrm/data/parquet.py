@@ -202,7 +202,11 @@ class RowGroupReader:
         return rows
 
     def labels(self, table: pa.Table, where: object) -> np.ndarray:
-        """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number in [0, 1]."""
+        """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number in [0, 1].
+
+        Raises:
+            ValueError: a label is missing or not in [0, 1].
+        """
         return read_labels(*named_column(table, where, self.meta.label))
 
     def open(self, path: Path) -> list[RowGroup]:
@@ -323,7 +327,11 @@ def reason(error: BaseException) -> str:
 
 
 def whole_table(table: pa.Table, rows: int) -> pa.Table:
-    """``table``, whose columns must all have ``rows``: pyarrow skips pages of an unknown type."""
+    """``table``, whose columns must all have ``rows``: pyarrow skips pages of an unknown type.
+
+    Raises:
+        pa.ArrowInvalid: a column has more or fewer.
+    """
     for column in table.columns:
         if len(column) != rows:
             raise pa.ArrowInvalid(f"{len(column)} of {rows} rows")
@@ -331,7 +339,11 @@ def whole_table(table: pa.Table, rows: int) -> pa.Table:
 
 
 def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
-    """The metadata and the schema of a Parquet file, which must be complete."""
+    """The metadata and the schema of a Parquet file, which must be complete.
+
+    Raises:
+        ValueError: the file is damaged or not Parquet.
+    """
     try:
         with pq.ParquetFile(path) as file:
             metadata = file.metadata

@@ -156,7 +156,11 @@ class ShuffleBuffer:
         return RaggedBags(meta.lengths, rows, room, dtype=dtype, device=self._device)
 
     def wait(self) -> None:
-        """Wait until all rows have been read; here errors of the readers are raised."""
+        """Wait until all rows have been read; here errors of the readers are raised.
+
+        Raises:
+            ValueError: a row group is damaged or holds an invalid value.
+        """
         while self._reads:
             self._reads[0].result()
             self.copy_arrived()

@@ -75,7 +75,11 @@ def count_classes(
 
 def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object, *, learns: bool) -> None:
     """Check that there are rows, and that few are left out: more may change what is learned. If
-    nothing is learned of them, they may be none, as on a quiet day."""
+    nothing is learned of them, they may be none, as on a quiet day.
+
+    Raises:
+        ValueError: there are no rows, or more than half of them do not fit.
+    """
     # Some rows, or none on a quiet day.
     bad, rows = spilled.bad, spilled.rows + spilled.bad.count
     if not rows and not learns:
@@ -106,7 +110,11 @@ def require_both_classes(
     counts: Mapping[str, ClassCounts], plan: ColumnPlan, *, earlier: bool
 ) -> None:
     """Check that each split has positive and negative rows, unless it lacks one by chance. Rows
-    that get ``earlier`` ids may be few, and only to be scored."""
+    that get ``earlier`` ids may be few, and only to be scored.
+
+    Raises:
+        ValueError: a split lacks a class.
+    """
     total = np.sum([own.rows for own in counts.values()], axis=0)
     for name, own in counts.items():
         size = own.rows.sum()
@@ -163,6 +171,9 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
 
     What was ``learned`` of a feature has ``empty`` if no training row has a value, and ``far``: how
     many numbers are limited, one of them, and what it counts as.
+
+    Raises:
+        ValueError: no feature has a value.
     """
     # Columns without any value.
     found = list(zip(features, learned, strict=True))

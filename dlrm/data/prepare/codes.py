@@ -119,8 +119,11 @@ def label_rule(options: TableOptions, column: str) -> LabelRule:
 def labels(
     array: pa.Array, name: str, rule: LabelRule | None = None, *, required: bool = True
 ) -> pa.Array:
-    """``[n]`` labels as uint8, 0 or 1; null if missing and not ``required``. Rows with other values
-    are not to be skipped lightly, so that errors do not advise it."""
+    """``[n]`` labels as uint8, 0 or 1; null if missing and not ``required``.
+
+    Raises:
+        BadValue: a label is missing or another value. Its rows are not to be skipped lightly.
+    """
     rule = rule or LabelRule()
     try:
         if required or rule.takes_missing:
@@ -173,7 +176,11 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
 
 
 def split_codes(array: pa.Array, name: str) -> pa.Array:
-    """``[n]`` positions in ``SPLITS`` as uint8."""
+    """``[n]`` positions in ``SPLITS`` as uint8.
+
+    Raises:
+        BadValue: a value is not the name of a split.
+    """
     rule = "it must be train, val or test"
     return _mapped(array, name, SPLIT_VALUES, rule, "correct it, or split by: rows")
 

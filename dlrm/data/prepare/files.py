@@ -118,7 +118,11 @@ class RawFile:
 
     def parts(self, block_bytes: int = BLOCK_BYTES, limit: int | None = None) -> Iterator[FilePart]:
         """All rows, in parts that depend on the content only. Text is read in blocks of
-        ``block_bytes``, up to ``limit`` lines."""
+        ``block_bytes``, up to ``limit`` lines.
+
+        Raises:
+            ValueError: the file is empty, truncated or damaged.
+        """
         if self.format == "parquet":
             yield from self._row_groups()
             return
@@ -198,7 +202,11 @@ def _written_out(keys: pa.Array, write: Callable[[bytes], str]) -> pa.Array:
 
 def open_files(paths: Sequence[Path], options: TableOptions, optional: str = "") -> list[RawFile]:
     """Open the files of one table, which have one format and the same columns; see
-    :func:`without_empty`. Where names are given, rows may be without an ``optional`` column."""
+    :func:`without_empty`. Where names are given, rows may be without an ``optional`` column.
+
+    Raises:
+        ValueError: they differ in format or columns, or one is damaged.
+    """
     files = [RawFile.open(path, options, optional) for path in without_empty(paths)]
     require_one_table(files)
     if files[0].format != "parquet" and (names := folder_columns(files[0].path)):
@@ -210,7 +218,11 @@ def open_files(paths: Sequence[Path], options: TableOptions, optional: str = "")
 
 
 def require_one_table(files: Sequence[RawFile]) -> None:
-    """Check that files have one format and the same columns, in any order."""
+    """Check that files have one format and the same columns, in any order.
+
+    Raises:
+        ValueError: they differ.
+    """
     first = files[0]
     for other in files[1:]:
         if other.format != first.format:

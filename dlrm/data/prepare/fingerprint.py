@@ -73,7 +73,11 @@ def require_same_ids(
     data: str | os.PathLike[str], meta: Meta, trained: str | None, model: str | os.PathLike[str]
 ) -> None:
     """Check that ids of the data that ``meta`` describes stand for the values that they stand for
-    in a model, whose data had the fingerprint ``trained``; None if that is not known."""
+    in a model, whose data had the fingerprint ``trained``; None if that is not known.
+
+    Raises:
+        ValueError: the fingerprints differ.
+    """
     if None in (trained, meta.fingerprint) or trained == meta.fingerprint:
         return
     criteo = " --criteo" * ("dense_transform" in meta.options)

@@ -96,8 +96,11 @@ class TextKeys:
 
 
 def hex_keys(values: pa.Array) -> NDArray[np.int64]:
-    """Keys of binary values of up to 8 hex digits: their value, or ``MISSING`` for an empty one. A
-    ValueError says that one is not hexadecimal or too long."""
+    """Keys of binary values of up to 8 hex digits: their value, or ``MISSING`` for an empty one.
+
+    Raises:
+        ValueError: a value is not hexadecimal or too long.
+    """
     lengths = pc.binary_length(values).to_numpy()
     present = lengths > 0
     if not (lengths[present] == 8).all():

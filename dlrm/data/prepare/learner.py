@@ -61,7 +61,11 @@ class EarlierIds:
 
     @classmethod
     def given(cls, ids_of: str | Path | None, grow: bool, evict_after: int | None) -> Self | None:
-        """The earlier ids that options name, of which some need others; None if all ids are new."""
+        """The earlier ids that options name, of which some need others; None if all ids are new.
+
+        Raises:
+            ValueError: an option needs another one.
+        """
         if grow and ids_of is None:
             raise ValueError("--append-new needs --ids-of, the data whose ids come first")
         if evict_after is not None and not grow:
@@ -88,6 +92,9 @@ class Learner:
 
         Leaves the vocabularies in the workspace and the id of each dictionary entry of each block
         in ``ids/NUMBER``, int32, one block after another.
+
+        Raises:
+            ValueError: no feature has a value in any training row, or a value has no id.
         """
         plan, every = self.transform.plan, []
         with progress_bar("learn", "features", progress) as bar:

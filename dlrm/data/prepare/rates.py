@@ -57,7 +57,11 @@ class Rates:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, path: Path) -> Rates:
-        """The counts in the vocabulary of a file, which must have positives."""
+        """The counts in the vocabulary of a file, which must have positives.
+
+        Raises:
+            ValueError: it has no positives.
+        """
         if vocabulary.positives is None:
             raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
         counts, positives = vocabulary.counts, vocabulary.positives

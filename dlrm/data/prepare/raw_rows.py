@@ -98,6 +98,10 @@ def as_batch(rows: Any) -> pa.RecordBatch:
     """Rows in memory as one batch: a DataFrame, an Arrow table or batch, a mapping of columns, or a
     list of mappings, one for each row. Two columns must not have one name, and a column values of
     one type.
+
+    Raises:
+        ValueError: they are no table, two columns have one name, or a column has values of several
+            types.
     """
     if isinstance(rows, pa.RecordBatch):
         return with_plain_types(rows)
@@ -124,7 +128,11 @@ def in_batches(
     parts: Iterable[tuple[pa.RecordBatch, ...]], size: int
 ) -> Iterator[tuple[pa.Table, ...]]:
     """Rows that come in parts, as tables of ``size`` rows each; the last may have fewer. A part is
-    batches of the same rows, such as their features and their keys."""
+    batches of the same rows, such as their features and their keys.
+
+    Raises:
+        ValueError: the columns of two parts differ.
+    """
     held: list[pa.Table] = []
     for part in (part for part in parts if part[0].num_rows):
         new = [pa.Table.from_batches([batch]) for batch in part]
@@ -166,14 +174,22 @@ class InputReader:
 
     @classmethod
     def load(cls, export: str | os.PathLike[str]) -> Self:
-        """Load the preparation in an export."""
+        """Load the preparation in an export.
+
+        Raises:
+            FileNotFoundError, ValueError: it is missing or damaged.
+        """
         directory = Path(export) / PREPARATION
         meta = replace(Meta.read(directory), weight=None)
         return cls(reader=RowGroupReader(directory, meta), transform=Transform.load(directory))
 
     def arrays(self, rows: Any) -> Arrays:
         """The inputs of rows in memory, see :func:`as_batch`. Columns that no feature is made of
-        are left out."""
+        are left out.
+
+        Raises:
+            ValueError: a column is missing, or a value does not fit.
+        """
         return self._inputs(pa.Table.from_batches([prepare(self.transform, rows)]))
 
     def read(

@@ -117,7 +117,12 @@ def spill_rows(
     progress: bool,
 ) -> Spilled:
     """Convert and spill all rows, unless an earlier run has already done so. An error names the
-    first row that does not fit."""
+    first row that does not fit.
+
+    Raises:
+        ValueError: a row or value doesn't fit, and is not to be skipped; the error names the first
+            one.
+    """
 
     def spill(index: int, part: FilePart) -> tuple[SpilledBlock, int]:
         path = work / "blocks" / f"{index:06}.arrow"

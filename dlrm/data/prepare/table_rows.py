@@ -48,7 +48,11 @@ class TableRows:
         return [file.record() for file in self._opened]
 
     def parts(self, block_bytes: int) -> Iterator[FilePart]:
-        """Yield all rows, in parts that depend on the content of the files only."""
+        """Yield all rows, in parts that depend on the content of the files only.
+
+        Raises:
+            ValueError: a file is empty, cut off or damaged.
+        """
         left = self.limit
         for file in self.files:
             if left == 0:
@@ -63,7 +67,11 @@ class TableRows:
         self, part: FilePart, *, skip_bad: bool
     ) -> Converted[tuple[pa.RecordBatch, pa.RecordBatch]]:
         """The rows of a part, as :func:`dlrm.data.prepare.convert.convert_rows` returns them, and
-        the columns that are kept as they are."""
+        the columns that are kept as they are.
+
+        Raises:
+            BadRow: a row does not fit, and it is not to be skipped.
+        """
         if skip_bad:
             return convert_good_rows(part, self.types, self._converted)
         raw = part.parse(self.types)
@@ -115,6 +123,10 @@ def convert_good_rows(
 
     A part without bad rows takes no more time than otherwise. Another one is converted again for
     each sort of fault, not for each bad row.
+
+    Raises:
+        BadRow: it is no row in particular that doesn't fit.
+        ValueError: the part cannot be cut into rows.
     """
     try:
         raw = part.parse(types)

@@ -52,7 +52,11 @@ class BlockReader:
         self._chunks = self._decompressed()
 
     def start(self, size: int) -> bytes:
-        """The first ``size`` bytes of the text or a little more; the rest can't be read then."""
+        """The first ``size`` bytes of the text or a little more; the rest can't be read then.
+
+        Raises:
+            ValueError: a compressed file is damaged or ends early.
+        """
         found = b""
         while len(found) < size and (chunk := next(self._chunks, b"")):
             found += chunk
@@ -90,7 +94,11 @@ class BlockReader:
                 return
 
     def sha256(self) -> str:
-        """SHA-256 of the whole file, of which the blocks may be the first part."""
+        """SHA-256 of the whole file, of which the blocks may be the first part.
+
+        Raises:
+            ValueError: a compressed file is damaged or ends early.
+        """
         for _ in self._chunks:
             pass
         return self._file.digest.hexdigest()

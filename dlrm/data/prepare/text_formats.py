@@ -65,6 +65,9 @@ class CsvPart(TextBlock):
         If a value does not fit its type, all columns are returned as texts, so that whoever
         converts them can say which value it is. A row with too few or too many fields, or not in
         UTF-8, is named.
+
+        Raises:
+            ValueError: a row has too few or too many fields, or is not UTF-8; the error names it.
         """
         try:
             return self._read(types)
@@ -74,7 +77,11 @@ class CsvPart(TextBlock):
             return rows.take(np.arange(rows.count))
 
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
-        """The same, row by row, if rows can be told apart."""
+        """The same, row by row, if rows can be told apart.
+
+        Raises:
+            ValueError: there are no rows that can be told apart.
+        """
         texts, positions, bad = self._texts
         texts = texts.select(list(types))
 
@@ -174,7 +181,11 @@ class JsonPart(TextBlock):
     """Whole lines of JSON."""
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
-        """The columns with the names of ``types``; one that a row doesn't name is null there."""
+        """The columns with the names of ``types``; one that a row doesn't name is null there.
+
+        Raises:
+            ValueError: a line is not JSON, has another name, or a value of another type.
+        """
         return _parse_json(self.data, types)
 
     def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:

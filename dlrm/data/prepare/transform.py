@@ -334,7 +334,12 @@ class Transform:
 
 def transform_files(directory: str | os.PathLike[str]) -> list[Path]:
     """The files of a prepared directory, relative to it, that :meth:`Transform.load` needs, and
-    errors as there."""
+    errors as there.
+
+    Raises:
+        FileNotFoundError: the directory has no ``meta.json``.
+        ValueError: the data was not made from raw rows.
+    """
     files = [Path(META_FILE)]
     if (Path(directory) / TRANSFORM_FILE).is_file():
         files.append(Path(TRANSFORM_FILE))

@@ -37,7 +37,11 @@ def numbers(
     array: pa.Array, name: str, marks: Marks | None = None, missing: Sequence[str] = ()
 ) -> NDArray[np.float64]:
     """``[n]`` numbers; a missing one is NaN, and so are the texts ``missing`` besides those that
-    always are. The ``marks`` say how numbers are written; None: plainly, or with an exponent."""
+    always are. The ``marks`` say how numbers are written; None: plainly, or with an exponent.
+
+    Raises:
+        BadValue: a text is not a number, or a number is infinite.
+    """
     array = decoded(array)
     kind = array.type
     if is_text(kind):
@@ -58,7 +62,11 @@ def numbers(
 
 
 def vectors(array: pa.Array, name: str, size: int) -> NDArray[np.float64]:
-    """``[size, n]`` numbers of lists of ``size`` entries; those of a missing list are NaN."""
+    """``[size, n]`` numbers of lists of ``size`` entries; those of a missing list are NaN.
+
+    Raises:
+        BadValue: a list has another number of entries, or an entry is infinite.
+    """
     found = np.full((size, len(array)), np.nan)
     if array.type == pa.null():
         return found
@@ -84,6 +92,9 @@ def times(
 
     The column holds timestamps, dates, texts in ISO 8601 or a ``form`` as in ``strptime``, or
     numbers of a ``unit``: s, ms or us.
+
+    Raises:
+        BadValue: a text is not a time of this form.
     """
     array = decoded(array)
     if form is not None and is_number(array.type):  # such as 14102123 for %y%m%d%H
@@ -128,7 +139,11 @@ def time_part(moments: NDArray[np.int64], part: str) -> pa.Array:
 
 
 def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[np.float32]:
-    """``[n]`` sample weights, 0 or more, none missing; see :func:`numbers`."""
+    """``[n]`` sample weights, 0 or more, none missing; see :func:`numbers`.
+
+    Raises:
+        BadValue: a weight is missing, negative, or beyond float32.
+    """
     found = numbers(array, name, marks)
     with np.errstate(over="ignore"):
         narrow = found.astype(np.float32)
@@ -146,7 +161,11 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def encoded(array: pa.Array, name: str) -> pa.Array:
-    """The column with a dictionary; rows must not hold several values."""
+    """The column with a dictionary; rows must not hold several values.
+
+    Raises:
+        BadValue: a row holds several values.
+    """
     if pa.types.is_nested(array.type):
         problem = f"it holds {array.type}, not single values"
         raise BadValue(name, [], f"{problem}; give one a row, or make it another kind")
@@ -170,7 +189,11 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_texts(values: pa.Array, name: str) -> pa.Array:
-    """Distinct values as texts, which bytes must be in UTF-8."""
+    """Distinct values as texts, which bytes must be in UTF-8.
+
+    Raises:
+        BadValue: bytes are not UTF-8, or values of this type are no texts.
+    """
     kind = values.type
     if pa.types.is_floating(kind):
         values = pc.if_else(pc.is_nan(values), pa.scalar(None, kind), values)

@@ -146,7 +146,11 @@ class Vocabulary:
         cls, path: Path, *, hexadecimal: bool = False, data: object = "the data"
     ) -> Vocabulary:
         """Read what :meth:`write` wrote. If the file is damaged, the error says to prepare ``data``
-        again."""
+        again.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         schema = _schema(HEX if hexadecimal else TEXT)
         table = read_vocabulary(path, schema, data, further=(UNSEEN, POSITIVES))
         there = table.schema.names

@@ -49,7 +49,12 @@ def with_bag_sizes(
     tables: Sequence[Categorical], bag_sizes: Sequence[int]
 ) -> tuple[Categorical, ...]:
     """Turn one-hot columns into columns with bags; with bags of one id, a column stays one-hot.
-    There must be a size of 1 or more for each, and no more than 2^31 ids."""
+    There must be a size of 1 or more for each, and no more than 2^31 ids.
+
+    Raises:
+        ValueError: there is no size for a column, a size is below 1, or a column is multi-hot or
+            has a table of more than 2^31 rows.
+    """
     if len(bag_sizes) != len(tables):
         raise ValueError(
             f"there are {len(bag_sizes)} bag sizes for {len(tables)} categorical columns; give one "
