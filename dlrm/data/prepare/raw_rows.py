@@ -219,7 +219,9 @@ class InputReader:
         arrays: Arrays = [_stacked(rows.dense, count, np.float32)]
         arrays.append(_stacked(single, count, np.int64))
         for ids, offsets in columns:
-            arrays += [] if offsets is None else [ids.astype(np.int64), offsets]
+            if offsets is not None:
+                starts = (offsets - offsets[0]).astype(np.int64)  # those of a slice begin later
+                arrays += [ids.astype(np.int64), starts]
         return arrays
 
 

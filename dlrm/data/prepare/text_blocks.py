@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,8 +103,9 @@ class BlockReader:
         return self._file.digest.hexdigest()
 
     def _decompressed(self) -> Iterator[bytes]:
+        with open(self.path, "rb") as start:
+            magic = start.read(4)  # by content, whatever the suffix
         with self._file as file:
-            magic = os.pread(file.fileno(), 4, 0)  # by content, whatever the suffix
             stream: Any = file
             if magic.startswith(GZIP_MAGIC):
                 stream = gzip.GzipFile(fileobj=file)
