@@ -305,10 +305,10 @@ class BatchLoader:
                 yield replace(batch, total=total)
 
     def _made_ahead(self, runs: Iterator[Made], assembler: ThreadPoolExecutor) -> Iterator[Made]:
-        """What a single other thread makes, ahead of the consumer.
+        """Yield runs that one other thread makes, ahead of the consumer.
 
-        It calls PyTorch and CUDA many times, and each call may wait for the interpreter's lock
-        while row groups are decoded: the consumer would not launch its steps in time.
+        Making them calls PyTorch and CUDA many times, and each call may wait for the interpreter's
+        lock while row groups are decoded: the consumer would not launch its steps in time.
         """
         assembler.submit(use_one_core).result()
         pending: deque[Future[Made | None]] = deque()

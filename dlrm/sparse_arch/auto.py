@@ -155,7 +155,7 @@ class Table:
 
         # What the rows of the most frequent ids are worth, up to the end of each run of equal
         # counts. Where counts do not fall (ids of synthetic rows are in order of expected ones), a
-        # run goes on to the last count as high.
+        # run continues to the last count as high.
         highest = count.flip(0).cummax(0).values.flip(0)
         lengths = highest.unique_consecutive(return_counts=True)[1].numpy()
         self._ends = np.append(0, lengths.cumsum())

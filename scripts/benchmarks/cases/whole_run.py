@@ -8,8 +8,8 @@
 Each kind runs twice, in processes of their own, with a file of ``configs/``: the ``first`` run
 finds empty caches of kernels and bytecode, the ``second`` one what the first left there. ``wall_s``
 is the time of the whole process. ``parts`` are those that the run reports (``seconds/*`` in its
-result), and ``exit``, the time to end after that. ``Msamples/s`` leaves out what compiles, but
-neither waiting for data nor logging.
+result), and ``exit``, the time to end after that. ``Msamples/s`` counts waiting for data
+and logging, but not compiling.
 
 ``--tree`` times another checkout, to compare two on one machine; if it is older than the parts,
 ``wall_s`` is all there is.
