@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts.benchmarks.harness import Record, environment
 
 RUN = Path(__file__).parent / "run.py"
-KINDS = "dense block drop hash qr robe"
+KINDS = "auto block cafe dense drop dynamic hash qr robe tt"
 RULES = "sgd rowwise_adagrad adam"
 
 
@@ -47,8 +47,7 @@ class Entry:
 
 
 ON_GPU = {
-    "step": Entry(f"step --precisions bf16 --rules {RULES}", 600),
-    "step_kinds": Entry(f"step --precisions bf16 --rules sgd --kinds {KINDS}", 600),
+    "step": Entry(f"step --precisions bf16 --rules {RULES} --kinds {KINDS}", 900),
     "step_packed": Entry(
         f"step --precisions bf16 --kinds dense --rules {RULES} --batches 16384 65536 "
         "--dtypes fp32 int8 int4",

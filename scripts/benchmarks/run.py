@@ -1,6 +1,6 @@
 """Run one benchmark on this machine, and write its figures as JSON.
 
-    python scripts/benchmarks/run.py step --output benchmarks/step_h100.json
+    python scripts/benchmarks/run.py step --output benchmarks/step_h200.json
     python scripts/benchmarks/run.py step --help
 
 Each benchmark is a file in ``scripts/benchmarks/cases/``. A wrong result is an error: its times are

@@ -36,10 +36,15 @@ def spread(value: float, deviation: float | None, form: str = ".4f") -> str:
 # Of docs/speed.md
 
 
-def relative_to_dense(result: Result) -> Rows:
-    """Steps with their speed relative to dense tables with the same rule and batch."""
-    dense = {(r["rule"], r["batch"]): r["ms"] for r in result["results"] if r["kind"] == "dense"}
-    return [{**r, "share": dense[r["rule"], r["batch"]] / r["ms"]} for r in result["results"]]
+def steps(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Steps of a kind and a batch with each rule, in ms and relative to dense tables."""
+    found = {(r["kind"], r["batch"], r["rule"]): r for r in result["results"]}
+    for kind, batch, _ in (key for key in found if key[2] == "sgd"):
+        cells = {}
+        for rule in ("sgd", "rowwise_adagrad", "adam"):
+            ms = found[kind, batch, rule]["ms"]
+            cells[rule] = f"{ms:.3f} ({found['dense', batch, rule]['ms'] / ms:.2f})"
+        yield {**found[kind, batch, "sgd"], **cells}
 
 
 def tt_alone(result: Result) -> Iterator[Mapping[str, Any]]:

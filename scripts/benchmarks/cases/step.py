@@ -1,6 +1,6 @@
 """Samples per second of whole training steps, batches already on the device.
 
-    python scripts/benchmarks/run.py step --output benchmarks/step_h100.json
+    python scripts/benchmarks/run.py step --output benchmarks/step_h200.json
     python scripts/benchmarks/run.py step --device cpu --output benchmarks/step_cpu.json
 
 The Kaggle model: on a GPU its 26 tables at full size, on a CPU tables of at most 20,000 rows; ids
