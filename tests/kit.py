@@ -29,8 +29,9 @@ from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Categorical, Meta, Split
 from dlrm.data.shuffle import Shard
 from dlrm.distributed.world import World
-from dlrm.training.checkpoint import Parts, read_index
-from dlrm.training.checkpoint.index import Index
+from dlrm.training import run_directory
+from dlrm.training.checkpoint import Parts
+from dlrm.training.checkpoint.choice import best_of
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.checkpoint.writer import CheckpointWriter
 
@@ -70,12 +71,24 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint ``step_N`` of the run ``by``, and wait until it is on disk."""
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    writer = CheckpointWriter(run, by, World(), keep, read_index(run) or Index())
+    writer = CheckpointWriter(run, by, World(), keep)
+    writer.best = best_name(run)
     try:
         writer.save(parts, state, best=best)
         writer.wait()
     finally:
         writer.close()
+
+
+def best_name(run: Path) -> str | None:
+    """The name of the best checkpoint of a run; None without one."""
+    best = best_of(run_directory.checkpoints(run))
+    return best[0].name if best else None
+
+
+def latest_step(run: Path) -> int | None:
+    """The step of the latest checkpoint of a run; None without one."""
+    return next(iter(run_directory.checkpoints(run).values()), None)
 
 
 ALL_TRAIN = {"split": {"train": 1, "val": 0, "test": 0}}

@@ -1,18 +1,22 @@
 """The run that a job of torchrun continues after a restart.
 
-The index of a run names its job. An attempt that finds its own job there resumes that run, or
-starts it again if it has no checkpoint yet.
+``checkpoints/job.json`` names the job of a run. An attempt that finds its own job there resumes
+that run, or starts it again if it has no checkpoint yet.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dlrm.training.checkpoint.index import INDEX, read_index
 from dlrm.training.run_directory import CHECKPOINTS, HOLDER, LOCK, has_checkpoint, run_directory
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.documents import read_json
+
+JOB = "job.json"
 
 
 def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, str | None, bool]:
@@ -45,7 +49,7 @@ def clear(directory: Path) -> None:
     process holds.
     """
     for path in [*directory.iterdir(), *(directory / CHECKPOINTS).glob("*")]:
-        if path.name in (LOCK, HOLDER, CHECKPOINTS, INDEX):
+        if path.name in (LOCK, HOLDER, CHECKPOINTS, JOB):
             continue
         if path.is_dir():
             shutil.rmtree(path)
@@ -53,8 +57,18 @@ def clear(directory: Path) -> None:
             path.unlink()
 
 
-def _job_of(directory: Path) -> str | None:
+def note_job(directory: Path, job: str | None) -> None:
+    """Note the job that writes a run; None if there is none."""
+    path = directory / CHECKPOINTS / JOB
+    if job is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(exist_ok=True)
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(job))
+
+
+def _job_of(directory: Path) -> object:
     with suppress(OSError, ValueError):
-        index = read_index(directory)
-        return index.job if index else None
+        return read_json(directory / CHECKPOINTS / JOB)
     return None

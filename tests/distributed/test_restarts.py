@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from dlrm.distributed.world import agree_on_attempt
-from dlrm.training.checkpoint import read_index
-from tests.kit import children, losses, write_synthetic
+from tests.kit import children, latest_step, losses, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -39,8 +38,7 @@ def wait_for_step(process, output, step):
 
     def reached():
         logged = any(f'"step": {step},' in p.read_text() for p in output.glob("*/metrics.jsonl"))
-        indexes = [read_index(run) for run in output.iterdir()]
-        return logged and (step < 10 or any(index and index.latest for index in indexes))
+        return logged and (step < 10 or any(map(latest_step, output.iterdir())))
 
     deadline = time.monotonic() + 120
     while not reached():

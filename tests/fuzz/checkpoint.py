@@ -36,7 +36,7 @@ from trees import NASTY, as_json, mutate_text, mutate_values
 
 from dlrm.commands import evaluate, predict, train
 from dlrm.data import synthetic
-from dlrm.training.checkpoint import load_model, read_index
+from dlrm.training.checkpoint import Checkpoint, load_model
 from dlrm.training.run_directory import MANIFEST
 
 TENSORS = "rank_00000.safetensors"
@@ -62,8 +62,8 @@ def originals() -> Path:
             given = f"--data {place / 'data'} --output {place} --name {name} --seed {seed}"
             refused = refusal(train.main, *given.split(), *SMALL.split(), "--max_steps", 6)
             assert refused is None, refused
-        best = read_index(place / "one").best
-        assert best.name == "step_6", "what is evaluated is not what is changed"
+        with Checkpoint.open(place / "one", best=True) as best:
+            assert best.path.name == "step_6", "what is evaluated is not what is changed"
         return Outcome.EQUAL
 
     in_fork(make)
@@ -285,7 +285,7 @@ def links(rng: random.Random, place: Path) -> Case:
     """Links, pipes and devices in place of files and directories."""
     step = copied(place)
     other = originals() / "two" / "checkpoints" / "step_6"
-    names = ("index.json", "step_6", TENSORS, MANIFEST, "checkpoints", "config.yaml")
+    names = ("step_6", TENSORS, MANIFEST, "checkpoints", "config.yaml")
     name = rng.choice(names)
     inside = name in (TENSORS, MANIFEST)
     top = name in ("checkpoints", "config.yaml")
@@ -321,7 +321,7 @@ def others(rng: random.Random, place: Path) -> Case:
     step = copied(place)
     run = place / "run"
     names = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "new")
-    name = rng.choice((*names, "checkpoints/index.json"))
+    name = rng.choice(names)
     if name == "new":
         names = ("step_9", "step_9999999999999999999", "step_7.tmp", "step_-1", "a\nb", "\x1b[31m")
         path = step.with_name(rng.choice(names))
@@ -334,7 +334,7 @@ def others(rng: random.Random, place: Path) -> Case:
         path = run / name
         text = path.read_text() if path.exists() else str(rng.choice(NASTY))
         path.write_bytes(mutate_text(rng, text)[1])
-    trusted = {"config.yaml": "resumed", "checkpoints/index.json": "earlier"}.get(name, "")
+    trusted = "resumed" if name == "config.yaml" else ""
     return judged(rng, name, place, trusted=trusted)
 
 

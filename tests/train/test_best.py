@@ -18,12 +18,12 @@ from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.training.best_model import Validations
-from dlrm.training.checkpoint import Checkpoint, read_index
+from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint import timer as checkpoint_timer
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.fine_tuning import auc_lost, rates_after_fit
-from tests.kit import log_lines, metrics_of
+from tests.kit import best_name, log_lines, metrics_of
 
 OVERFIT = ["--optim.lr", "0.1", "--epochs", "6", "--eval_every", "10"]
 """A run that is at its best in the first epochs."""
@@ -56,7 +56,7 @@ def test_a_lost_best_state_is_told_and_not_claimed(run, train, data, tmp_path):
     """``best_step`` is that of the metrics that are reported, or is not reported."""
     whole = tmp_path / "run"
     train("run", *OVERFIT, "--max_steps", "60", "--patience", "0")
-    best = whole / "checkpoints" / read_index(whole).best.name
+    best = whole / "checkpoints" / best_name(whole)
     other = tmp_path / "other"
     train("other", *OVERFIT, "--max_steps", "20", "--seed", "7", "--eval_every", "10")
     theirs = next((other / "checkpoints").glob("step_*"))

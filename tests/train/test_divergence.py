@@ -9,27 +9,22 @@ import pytest
 from pyarrow import parquet
 
 from dlrm.data import synthetic
-from dlrm.training.checkpoint import read_index
 from dlrm.training.held_out import DIVERGED
-from tests.kit import log_lines, metrics_of
+from tests.kit import latest_step, log_lines, metrics_of
 
 TEXT = "training diverged, this state is not saved:"
 ADAM = ["--optim.dense", "adam", "--optim.embeddings", "adam"]
 
 
-def latest(run):
-    return read_index(run).latest.name
-
-
 def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, tmp_path):
     train("run", *ADAM, "--optim.lr", "0.01", "--max_steps", "20", "--eval_every", "10")
-    assert latest(tmp_path / "run") == "step_20"
+    assert latest_step(tmp_path / "run") == 20
     far = ["--optim.lr", "1000", "--max_steps", "35"]
     done = run("train", "--resume", tmp_path / "run", *far, status=2)
     assert f"warning: {TEXT} at step 30 the log loss is " in done.stderr
     assert done.stderr.count(f"error: {TEXT}") == 1
     assert "lower --optim.lr" in done.stderr.splitlines()[-1]
-    assert latest(tmp_path / "run") == "step_20"
+    assert latest_step(tmp_path / "run") == 20
     assert not (tmp_path / "run" / "result.json").exists()
     run("train", "--resume", tmp_path / "run", "--max_steps", "35", "--optim.lr", "0.01")
     assert metrics_of(tmp_path / "run")["test/log_loss"] < 0.69

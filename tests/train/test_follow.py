@@ -14,9 +14,10 @@ import pytest
 from filelock import FileLock
 
 from dlrm.training import loaders
-from dlrm.training.checkpoint import Checkpoint, read_index
-from dlrm.training.checkpoint.index import read_manifest
-from tests.kit import log_lines, losses, metrics_of
+from dlrm.training.checkpoint import Checkpoint
+from dlrm.training.checkpoint.manifest_json import read_manifest
+from dlrm.training.run_directory import checkpoints
+from tests.kit import latest_step, log_lines, losses, metrics_of
 
 ROOT = Path(__file__).parents[2]
 DYNAMIC = ["--emb", "dynamic", "--dynamic.rows", "200", "--log_every", "1", "--batch_size", "64"]
@@ -83,7 +84,7 @@ def days_of():
 
 def states(run):
     """The bytes of all tensors of the latest checkpoint."""
-    manifest = read_manifest(run / "checkpoints" / read_index(run).latest.name)
+    manifest = read_manifest(next(iter(checkpoints(run))))
     return {name: [s.sha256 for s in t.shards] for name, t in manifest.tensors.items()}
 
 
@@ -284,7 +285,7 @@ def test_a_damaged_day_keeps_what_was_learned_of_those_before(follow, bring, mon
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (time.sleep(0.3), fsync(file)))  # a slow disk
     assert "day_2/train.parquet is not a complete" in follow("run", directory, status=2).stderr
-    assert read_index(tmp_path / "run").latest.step == 16
+    assert latest_step(tmp_path / "run") == 16
 
 
 def test_tables_with_one_vocabulary_follow_too(run, command, tmp_path):

@@ -13,9 +13,18 @@ import yaml
 from pyarrow import parquet
 
 from dlrm.data import synthetic
-from dlrm.training.checkpoint import read_index
 from dlrm.training.run_directory import RunLock, resume_hint
-from tests.kit import contents, corrupt, first, log_lines, losses, metrics_of, wait_for
+from tests.kit import (
+    best_name,
+    contents,
+    corrupt,
+    first,
+    latest_step,
+    log_lines,
+    losses,
+    metrics_of,
+    wait_for,
+)
 
 TENSORS = "rank_00000.safetensors"
 
@@ -104,8 +113,8 @@ def test_the_last_of_two_runs_to_resume_continues_with_its_own_options_and_more(
 NAMES = [".lock", ".lock.json", ".lock.json.tmp", "config.yaml", "config.yaml.tmp", "metrics.jsonl"]
 NAMES += ["metrics.jsonl.tmp", "result.json", "result.json.tmp", "events.out.tfevents.1"]
 NAMES += ["preparation", "preparation.tmp", "preparation.lock", "profile", "profile/trace.json"]
-NAMES += ["profile/operations.txt.tmp", "checkpoints", "checkpoints/index.json", "checkpoints/best"]
-NAMES += ["checkpoints/index.json.tmp", "checkpoints/step_2", "checkpoints/step_3.tmp"]
+NAMES += ["profile/operations.txt.tmp", "checkpoints", "checkpoints/job.json", "checkpoints/best"]
+NAMES += ["checkpoints/job.json.tmp", "checkpoints/step_2", "checkpoints/step_3.tmp"]
 NAMES += ["checkpoints/step_2/manifest.json", "checkpoints/step_2/rank_00000.safetensors"]
 
 
@@ -279,7 +288,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     assert losses(ten_steps) == expected
     assert [line["step"] for line in log_lines(ten_steps) if "val/auc" in line] == [2, 4, 6, 8, 10]
     assert (checkpoints / "step_10.aside" / "manifest.json").exists()
-    assert read_index(ten_steps).latest.name == "step_10"
+    assert latest_step(ten_steps) == 10
     assert run("train", "--resume", ten_steps).stderr.count("warning") == 0
 
 
@@ -291,10 +300,9 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps):
     assert losses(ten_steps) == {step: expected[step] for step in range(1, 7)}
     names = {path.name for path in checkpoints.iterdir()}
     aside = {f"step_{n}.aside" for n in (6, 8, 10)}
-    assert names == {"index.json", "step_2", "step_4", "step_6", *aside}
-    index = read_index(ten_steps)
-    assert index.latest.name == "step_6"
-    assert index.best.name in names - aside
+    assert names == {"step_2", "step_4", "step_6", *aside}
+    assert latest_step(ten_steps) == 6
+    assert best_name(ten_steps) in names - aside
     run("train", "--resume", ten_steps, "--max_steps", "10")
     assert losses(ten_steps) == expected
     assert metrics_of(ten_steps)["test/auc"] == before["test/auc"]

@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from dlrm.training.checkpoint import read_index
-from tests.kit import log_lines, losses, metrics_of, wait_for
+from tests.kit import best_name, latest_step, log_lines, losses, metrics_of, wait_for
 
 EVERY = ["--patience", "0", "--log_every", "1", "--eval_every", "10", "--epochs", "3"]
 LINE = "interrupted; resume with --resume {}"
@@ -23,11 +22,6 @@ def validated(lines):
     """The metrics of each validation."""
     of_one = [{k: v for k, v in x.items() if k.startswith(("val/", "step"))} for x in lines]
     return [values for values in of_one if len(values) > 1]
-
-
-def best(run):
-    """The name of the best checkpoint."""
-    return read_index(run).best.name
 
 
 @pytest.fixture
@@ -59,7 +53,7 @@ def resumes_to_the_same_bits(run, train, tmp_path):
         assert losses(ended) == losses(whole)
         assert validated(log_lines(ended)) == validated(log_lines(whole))
         assert comparable(metrics_of(ended)) == comparable(metrics_of(whole))
-        assert best(ended) == best(whole)
+        assert best_name(ended) == best_name(whole)
 
     return check
 
@@ -79,7 +73,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     process = interrupt(number, "run", log, '"step": 33,', *options(kind))
     assert process.stderr.splitlines()[-1] == LINE.format(tmp_path / "run")
     last = max(losses(tmp_path / "run"))
-    assert read_index(tmp_path / "run").latest.step == last
+    assert latest_step(tmp_path / "run") == last
     resumes_to_the_same_bits("run", *options(kind))
 
 
@@ -119,7 +113,7 @@ def test_an_evaluation_that_is_interrupted_is_repeated(
     monkeypatch.undo()
     assert scored == [100, 100]
     assert done.stderr.splitlines()[-1] == LINE.format(tmp_path / "run")
-    assert read_index(tmp_path / "run").latest.step == step
+    assert latest_step(tmp_path / "run") == step
     resumes_to_the_same_bits("run", "--eval_batch_size", "100")
 
 

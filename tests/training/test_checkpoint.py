@@ -23,11 +23,10 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.training import run_directory
 from dlrm.training.checkpoint import Checkpoint, Parts, load_model, snapshot, tensor_files, writer
-from dlrm.training.checkpoint.index import Index
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.local_shards import LocalShards
-from tests.kit import corrupt, write_checkpoint
+from tests.kit import best_name, corrupt, latest_step, write_checkpoint
 
 SIZES = [300, 20, 150]
 KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
@@ -179,37 +178,35 @@ def test_every_type_and_shape_is_restored_and_other_programs_read_it(tmp_path):
         assert file.metadata()["run"] == RUN
 
 
-def indexed(run):
-    """The names of the latest and of the best checkpoint, by the index of a run."""
-    index = json.loads((run / "checkpoints" / "index.json").read_text())
-    return [(index[which] or {}).get("name") for which in ("latest", "best")]
+def known(run):
+    """The step of the latest checkpoint of a run, and the name of the best one."""
+    return latest_step(run), best_name(run)
 
 
-def test_the_index_names_whole_checkpoints_and_old_ones_are_removed(run):
-    assert names(run) == ["index.json", "step_1", "step_2", "step_3"]
+def test_the_latest_and_the_best_are_kept_and_old_ones_are_removed(run):
+    assert names(run) == ["step_1", "step_2", "step_3"]
     directory = run / "checkpoints"
     assert Checkpoint.open(run).path == directory / "step_3"
     for which, step in (("latest", "step_3"), ("best", "step_1")):
         assert Checkpoint.open(directory / which).path == directory / step
     made = make("dense")
     save(run, 4, made)
-    assert names(run) == ["index.json", "step_1", "step_3", "step_4"]
+    assert names(run) == ["step_1", "step_3", "step_4"]
     save(run, 4, made, best=True)  # again, resumed since
-    assert names(run) == ["index.json", "step_3", "step_4+"]
-    assert indexed(run) == ["step_4+", "step_4+"]
+    assert names(run) == ["step_3", "step_4+"]
+    assert known(run) == (4, "step_4+")
     assert Checkpoint.open(run).path.name == "step_4+"
     save(run, 10, made, keep=1)
     save(run, 20, made, keep=1)
-    assert names(run) == ["index.json", "step_20", "step_4+"]
+    assert names(run) == ["step_20", "step_4+"]
 
 
-@pytest.mark.parametrize("moment", ["sync_directory", "write_index"])
-def test_what_is_not_complete_is_not_named(moment, run, monkeypatch):
-    """Of a process that is killed before its checkpoint has its name, or before the index has."""
-    monkeypatch.setattr(writer, moment, failing(KeyboardInterrupt()))
+def test_what_is_not_complete_is_not_named(run, monkeypatch):
+    """Of a process that is killed before its checkpoint has its name."""
+    monkeypatch.setattr(writer, "sync_directory", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         save(run, 4, make("dense"), best=True)
-    assert indexed(run) == ["step_3", "step_1"]
+    assert known(run) == (3, "step_1")
     assert Checkpoint.open(run).path.name == "step_3"
     assert Checkpoint.open(run, best=True).path.name == "step_1"
 
@@ -220,7 +217,7 @@ def test_what_the_user_keeps_beside_checkpoints_stays(run):
     for name in own:
         shutil.copytree(directory / "step_1", directory / name)
     save(run, 4, make("dense"), keep=1, best=True)
-    assert set(names(run)) == {"index.json", "step_4", *own}
+    assert set(names(run)) == {"step_4", *own}
     assert Checkpoint.open(directory / "before_the_change").state.steps == 1
 
 
@@ -389,32 +386,12 @@ def test_a_damaged_latest_is_replaced_by_the_newest_intact_one(run, capsys):
             assert f"warning: {directory / other} is read instead" in error
     with pytest.raises(ValueError, match=r"step_3 can't be read as .*there are step_2"):
         Checkpoint.open(directory / "step_3")
-    edit_index(run, "latest", name="step_77", step=77)
     assert Checkpoint.open(run).path == directory / "step_1"
     corrupt(directory / "step_1" / FILE)
     with pytest.raises(ValueError, match=r"run has no intact checkpoint: .*step_3: ten") as error:
         Checkpoint.open(run)
     assert "remove" not in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def edit_index(directory, which, **changes):
-    path = directory / "checkpoints" / "index.json"
-    index = json.loads(path.read_text())
-    index[which] |= changes
-    path.write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("index", ["lost", "{", '{"latest": {"name": "../../x", "step": 1}}', "[]"])
-def test_without_an_index_the_newest_checkpoint_knows_the_best(index, run, capsys):
-    (run / "checkpoints" / "index.json").unlink()
-    if index != "lost":
-        (run / "checkpoints" / "index.json").write_text(index)
-    assert Checkpoint.open(run).path.name == "step_3"
-    assert Checkpoint.open(run, best=True).path.name == "step_1"
-    assert ("index.json is damaged" in capsys.readouterr().err) == (index != "lost")
-    assert load_model(run)[1].steps == 1
-    assert Checkpoint.open(run / "checkpoints" / "best").path.name == "step_1"
 
 
 def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
@@ -425,16 +402,12 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
 
 
 def test_another_checkpoint_is_not_taken_for_the_best(run, capsys):
-    """Not one that the index names by mistake, nor one of another run or step in its place."""
+    """Not one of another run or step in its place."""
     best = run / "checkpoints" / "step_1"
-    edit_index(run, "best", name="step_2", step=2)
-    assert Checkpoint.open(run, best=True).path == best
-    assert not capsys.readouterr().err
     other = save(run.parent / "other", 1, make("dense", seed=7), by="1" * 32)
     for source, why in ((other, "of another run"), (best.with_name("step_2"), "of step 2, not 1")):
         shutil.rmtree(best)
         shutil.copytree(source, best)
-        edit_index(run, "best", name="step_1", step=1, run="1" * 32 if source == other else RUN)
         assert Checkpoint.open(run, best=True).path.name == "step_3"
         told = capsys.readouterr().err
         assert re.search(f"warning: {best} is damaged: it is .*{why}\n", told)
@@ -650,7 +623,7 @@ def saving(tmp_path, monkeypatch):
     writers = []
 
     def saving(keep=2):
-        own = writer.CheckpointWriter(tmp_path, RUN, World(), keep, Index())
+        own = writer.CheckpointWriter(tmp_path, RUN, World(), keep)
         writers.append(own)
 
         def step(steps, *, best=False, best_step=-1):
@@ -675,7 +648,7 @@ def test_a_step_is_saved_twice_before_the_first_one_is_written(saving, tmp_path)
     step(1, best=True)  # by an evaluation, after the time for a checkpoint
     gate.set()
     own.wait()
-    assert indexed(tmp_path) == ["step_1+", "step_1+"]
+    assert known(tmp_path) == (1, "step_1+")
     assert Checkpoint.open(tmp_path).path.name == "step_1+"
 
 
@@ -692,8 +665,8 @@ def test_training_continues_while_a_checkpoint_is_written(saving, tmp_path):
     assert names(tmp_path) in (["step_1.tmp"], [])
     gate.set()
     own.wait()
-    assert names(tmp_path) == ["index.json", "step_1", "step_3"]
-    assert indexed(tmp_path) == ["step_3", "step_1"]
+    assert names(tmp_path) == ["step_1", "step_3"]
+    assert known(tmp_path) == (3, "step_1")
     for name, steps in (("step_1", 1), ("step_3", 3)):
         found, tensors = values(tmp_path / "checkpoints" / name)
         assert found == steps
@@ -718,13 +691,13 @@ def test_other_work_is_done_before_the_next_checkpoint_while_training_continues(
     gate.set()
     step(1)
     proceed, found = threading.Event(), []
-    own.then(lambda: found.append(proceed.wait(60) and indexed(tmp_path)[0]))
+    own.then(lambda: found.append(proceed.wait(60) and latest_step(tmp_path)))
     step(2)
     step(3)  # in its place
     proceed.set()
     own.wait()
-    assert found == ["step_1"]
-    assert names(tmp_path) == ["index.json", "step_1", "step_3"]
+    assert found == [1]
+    assert names(tmp_path) == ["step_1", "step_3"]
 
 
 def test_without_room_for_copies_training_waits(saving, monkeypatch, tmp_path):
@@ -732,7 +705,7 @@ def test_without_room_for_copies_training_waits(saving, monkeypatch, tmp_path):
     monkeypatch.setattr(snapshot, "free_memory", lambda device: 0)
     gate.set()
     step(1)
-    assert names(tmp_path) == ["index.json", "step_1"]
+    assert names(tmp_path) == ["step_1"]
     assert own.copied == 0
 
 
@@ -763,7 +736,7 @@ def test_a_checkpoint_of_a_gpu_hardly_stops_training(tmp_path):
     )
     parts, state = Parts(tables), RunState(model={}, config={}, steps=1)
     (tmp_path / "checkpoints").mkdir()
-    own = writer.CheckpointWriter(tmp_path, RUN, World(), 2, Index())
+    own = writer.CheckpointWriter(tmp_path, RUN, World(), 2)
     torch.cuda.synchronize()
     own.save(parts, state, best=False)
     torch.cuda.synchronize()

@@ -1,23 +1,39 @@
-"""Which checkpoints a path stands for: some may be damaged, or removed meanwhile."""
+"""Which checkpoints a path stands for: some may be damaged, or removed meanwhile.
+
+The latest checkpoint of a run is its newest one. Its manifest names the best one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm.training import run_directory
-from dlrm.training.checkpoint.index import (
-    INDEX,
-    Entry,
-    Index,
-    best_known_to,
-    read_index,
-    read_manifest,
-    rebuilt_index,
-)
-from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST
+from dlrm.training.checkpoint.manifest import Manifest
+from dlrm.training.checkpoint.manifest_json import read_manifest
+from dlrm.training.run_directory import BEST, LATEST
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the manifest of a checkpoint must say."""
+
+    step: int
+    run: str | None = None
+    """The id of its run; None: any."""
+
+    def require(self, manifest: Manifest) -> None:
+        """Check that a manifest is that of this checkpoint.
+
+        Raises:
+            ValueError: another one has taken its place.
+        """
+        if self.run not in (None, manifest.run):
+            raise ValueError("it is a checkpoint of another run")
+        if self.step != manifest.state.steps:
+            raise ValueError(f"it is of step {manifest.state.steps:,}, not {self.step:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +43,21 @@ class Choice:
     path: Path
     """As the user gave it."""
     run: Path | None
-    candidates: dict[Path, Entry | None]
+    candidates: dict[Path, Expected | None]
     """The first choice first, each with what its manifest must say; None: anything."""
-    index: Index | None = None
-    """Of the run; None for a path that names a single checkpoint."""
-    damaged_index: Mapping[str, str]
-    """The file of the index and what is wrong with it, if anything is."""
+    known: dict[Path, int] | None = None
+    """The checkpoints of the run; None for a path that names a single one."""
 
     def is_current(self) -> bool:
         """Whether the run has written no other checkpoint since."""
-        return self.index is None or self.run is None or _index_of(self.run, {}) == self.index
+        if self.run is None or self.known is None:
+            return True
+        return self.known == run_directory.checkpoints(self.run)
 
     def error(self, refused: Mapping[str, str]) -> Exception:
         """The error that no candidate can be read; ``refused`` has the reasons by path."""
         path, run = self.path, self.run
-        if self.index is None:
+        if self.known is None:
             others = run_directory.checkpoints(run) if run else []
             names = ", ".join(each.name for each in others if each.name != path.name)
             text = f"{path} can't be read as a checkpoint: {refused[str(path)]}"
@@ -65,42 +81,36 @@ def choose(path: Path, best: bool) -> Choice | Exception:
     try:
         run, which = run_directory.named(path)
         if run is None or which not in (LATEST, BEST):
-            return Choice(path=path, run=run, candidates={path: None}, damaged_index={})
-
-        damage: dict[str, str] = {}
-        index = _index_of(run, damage)
-        entries = [_best_of(run, index)] if best or which == BEST else []
-        if which != BEST:
-            known = index.latest.run if index.latest else None
-            steps = run_directory.checkpoints(run)
-            entries.append(index.latest)
-            entries += [Entry(name=path.name, run=known, step=steps[path]) for path in steps]
+            return Choice(path=path, run=run, candidates={path: None})
+        known = run_directory.checkpoints(run)
+        wanted = best_of(known) if best or which == BEST else None
     except (OSError, ValueError) as error:
         return error
 
-    candidates: dict[Path, Entry | None] = {}
-    for entry in filter(None, entries):
-        candidates.setdefault(run / CHECKPOINTS / entry.name, entry)
-    return Choice(path=path, run=run, candidates=candidates, index=index, damaged_index=damage)
+    candidates: dict[Path, Expected | None] = dict([wanted] if wanted else [])
+    if which != BEST:
+        for newest, step in known.items():
+            candidates.setdefault(newest, Expected(step=step))
+    return Choice(path=path, run=run, candidates=candidates, known=known)
 
 
-def _index_of(run: Path, damage: dict[str, str]) -> Index:
-    """The index of a run, or what its checkpoints say if it has none that can be read."""
-    try:
-        return read_index(run) or rebuilt_index(run)
-    except (ValueError, OSError) as error:
-        damage[str(run / CHECKPOINTS / INDEX)] = reason(error)
-        return rebuilt_index(run)
+def best_of(known: Iterable[Path]) -> tuple[Path, Expected] | None:
+    """The best checkpoint of a run, which may be lost; None if none was validated.
 
-
-def _best_of(run: Path, index: Index) -> Entry | None:
-    """The best checkpoint of a run: as the latest one says, or if that can't be read, its index."""
-    if index.latest:
-        with suppress(ValueError, OSError):
-            manifest = read_manifest(run / CHECKPOINTS / index.latest.name)
-            index.latest.require(manifest)
-            return best_known_to(index.latest, manifest.state)
-    return index.best
+    Args:
+        known: its checkpoints, the newest first. The first one that can be read knows which one
+            was the best when it was written: maybe itself.
+    """
+    for newest in known:
+        with suppress(OSError, ValueError):
+            manifest = read_manifest(newest)
+            state = manifest.state
+            if state.best_step < 0:
+                return None
+            itself = newest.name if state.best_step == state.steps else f"step_{state.best_step}"
+            best = newest.with_name(state.best_name or itself)
+            return best, Expected(run=manifest.run, step=state.best_step)
+    return None
 
 
 def reason(error: Exception) -> str:

@@ -11,9 +11,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from dlrm.training.checkpoint.manifest import Manifest
+from dlrm.training.checkpoint.tensor_files import open_regular
+from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.documents import JsonLimits, json_values, parse_json
 from dlrm.utils.validation import validate
 
@@ -40,6 +43,21 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     digest = hashlib.sha256(body).hexdigest()
     head = json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest})
     return head[:-1].encode() + b', "content": ' + body + b"}\n"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is damaged.
+    """
+    with open_regular(directory / MANIFEST) as file:
+        text = file.read(LIMITS.size + 1)
+    try:
+        return manifest_from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST}: {error}") from None
 
 
 def manifest_from_json(text: bytes) -> Manifest:

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import plan_for_this_machine, without_speed
-from dlrm.training.checkpoint.choice import choose, reason
-from dlrm.training.checkpoint.index import Entry, read_manifest
+from dlrm.training.checkpoint.choice import Expected, choose, reason
 from dlrm.training.checkpoint.manifest import Manifest, RunState
+from dlrm.training.checkpoint.manifest_json import read_manifest
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.tensor_files import TensorFiles
 
@@ -53,7 +53,7 @@ class Checkpoint:
 
         Args:
             path: directory of a run, or one of its ``checkpoints/``; ``checkpoints/latest`` and
-                ``checkpoints/best`` stand for those that the index names.
+                ``checkpoints/best`` stand for the newest one and for the best one.
             best: of a run, open the best checkpoint, if there is one, and not the latest.
             world: the processes, each of which verifies its share; None for one process.
             meanwhile: work with the checkpoint while it is verified. If it is damaged, that is
@@ -69,9 +69,9 @@ class Checkpoint:
             if isinstance(choice, Exception):
                 raise choice
 
-            found, refused = None, dict(choice.damaged_index)
-            for place, entry in choice.candidates.items():
-                found, why = cls._open(place, entry, world, meanwhile)
+            found, refused = None, dict[str, str]()
+            for place, expected in choice.candidates.items():
+                found, why = cls._open(place, expected, world, meanwhile)
                 if found:
                     break
                 refused[str(place)] = why
@@ -93,7 +93,7 @@ class Checkpoint:
     def _open(
         cls,
         path: Path,
-        entry: Entry | None,
+        expected: Expected | None,
         world: World,
         meanwhile: Callable[[Self], object] | None,
     ) -> tuple[Self | None, str]:
@@ -101,8 +101,8 @@ class Checkpoint:
         found, why, failed = None, "", None
         try:
             manifest = read_manifest(path)
-            if entry:
-                entry.require(manifest)
+            if expected:
+                expected.require(manifest)
             files = TensorFiles(path, manifest)
             found = cls(path, manifest, files)
 

@@ -6,7 +6,8 @@ import math
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,9 @@ from torch import nn
 
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
-from dlrm.training.checkpoint.choice import reason
-from dlrm.training.checkpoint.index import (
-    Entry,
-    Index,
-    best_known_to,
-    read_manifest,
-    write_index,
-)
+from dlrm.training.checkpoint.choice import best_of, reason
 from dlrm.training.checkpoint.manifest import LoaderState, Progress, RunState
+from dlrm.training.checkpoint.manifest_json import read_manifest
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.timer import CheckpointTimer
@@ -79,7 +74,7 @@ class RunCheckpoints:
         new_id = world.from_first(lambda: secrets.token_hex(16))
         self.run = self.resumed.run if self.resumed else new_id
         self.timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
-        self.writer = CheckpointWriter(self.directory, self.run, world, keep, Index())
+        self.writer = CheckpointWriter(self.directory, self.run, world, keep)
 
     @property
     def batch_size(self) -> int | None:
@@ -121,20 +116,15 @@ class RunCheckpoints:
         return progress
 
     def _clean_up(self) -> None:
-        """Remove what a killed process left half written, and name the job of torchrun in the
-        index.
-        """
-        job, directory = self._world.job, self.directory / CHECKPOINTS
+        """Remove what a killed process left half written, and note the job of torchrun."""
         if self._own and not self.resumed:
             restarts.clear(self.directory)
 
-        for old in directory.glob("step_*.tmp"):
+        for old in (self.directory / CHECKPOINTS).glob("step_*.tmp"):
             if old.is_dir() and run_directory.step_of(old.with_suffix("")):
                 shutil.rmtree(old, ignore_errors=True)
 
-        if job is not None or self.resumed:
-            self.writer.index = replace(self.writer.index, job=job)
-            write_index(self.directory, self.writer.index)
+        restarts.note_job(self.directory, self._world.job)
 
     def release(self) -> None:
         """Let other processes write to the run, when what is being written is on disk."""
@@ -197,12 +187,9 @@ class RunCheckpoints:
 
         # The best checkpoint may be lost.
         progress = state.progress
-        index = self._world.from_first(lambda: _go_back(path, state, self.run))
-        self.writer.index, best = index, index.best
-        if best is None:
+        self.writer.best = self._world.from_first(lambda: _go_back(path))
+        if self.writer.best is None:
             progress.best_step, progress.best = -1, -math.inf
-        elif best.step != progress.best_step:  # which is lost
-            progress.best_step, progress.best = best.step, best.metric or 0.0
         return progress
 
     def _compare_files(self, footers: str) -> None:
@@ -225,8 +212,8 @@ class RunCheckpoints:
             Its validation metrics; None, after a warning, if it is not there any more.
         """
         self.writer.wait()
-        entry = self._world.from_first(lambda: self.writer.index.best)
-        path = self.directory / CHECKPOINTS / (entry.name if entry else f"step_{step}")
+        name = self._world.from_first(lambda: self.writer.best) or f"step_{step}"
+        path = self.directory / CHECKPOINTS / name
         try:
             best = Checkpoint.open(path, world=self._world)
             if (best.run, best.state.steps) != (self.run, step):
@@ -241,30 +228,27 @@ class RunCheckpoints:
             return best.state.validated[1]
 
 
-def _go_back(path: Path, state: RunState, run_id: str) -> Index:
-    """Return the index of a run that resumes a checkpoint, and set those of later steps aside.
-
-    Its best checkpoint is the one that this checkpoint knows. If that is lost, this one is the best
-    if it was validated.
+def _go_back(path: Path) -> str | None:
+    """Set the checkpoints of a run aside that are later than the one that is resumed; returns the
+    name of the best checkpoint that this one knows, if it is still there.
     """
-    run, auc = path.parent.parent, state.validated[1].get("auc", -math.inf)
-    latest = Entry(name=path.name, run=run_id, step=state.steps)
-    if best := best_known_to(latest, state):
+    best = None
+    if known := best_of([path]):
+        lost, expected = known
         try:
-            best.require(read_manifest(path.with_name(best.name)))
+            expected.require(read_manifest(lost))
+            best = lost.name
         except (ValueError, OSError) as error:
             print_error(
-                f"warning: the best checkpoint, {path.with_name(best.name)}, is lost: "
-                f"{reason(error)}; the run continues without it"
+                f"warning: the best checkpoint, {lost}, is lost: {reason(error)}; the run "
+                "continues without it"
             )
-            validated = state.validated[0] == state.steps and auc > -math.inf
-            best = replace(latest, metric=auc) if validated else None
 
     # Later ones are of steps that will be trained again.
-    for old, step in run_directory.checkpoints(run).items():
-        if step > state.steps:
-            aside = run_directory.set_aside(old)
-            print_error(
-                f"note: the run continues from {path.name}; {old.name} is set aside as {aside.name}"
-            )
-    return Index(latest=latest, best=best)
+    newest_first = run_directory.checkpoints(path.parent.parent)
+    for later in takewhile(lambda each: each.name != path.name, newest_first):
+        aside = run_directory.set_aside(later)
+        print_error(
+            f"note: the run continues from {path.name}; {later.name} is set aside as {aside.name}"
+        )
+    return best

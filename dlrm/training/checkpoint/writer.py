@@ -1,7 +1,7 @@
 """Writing checkpoints: completely or not at all, by any number of processes, in the background.
 
 Every process writes a file into a temporary directory. The first one waits for the others, adds the
-manifest, gives the directory its name, and then names it in the index.
+manifest, which names the best checkpoint, and then gives the directory its name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from dlrm.distributed.world import World
 from dlrm.training import run_directory
 from dlrm.training.checkpoint import snapshot
-from dlrm.training.checkpoint.index import Entry, Index, write_index
 from dlrm.training.checkpoint.manifest import (
     DTYPE_NAMES,
     Manifest,
@@ -85,16 +84,16 @@ class CheckpointWriter:
         run: the id of the run.
         world: the processes of the run.
         keep: number of checkpoints to keep next to the best one.
-        index: of the run so far.
 
     Attributes:
-        index: as it is on disk; of the first process.
+        best: name of the best checkpoint; of the first process.
         stalled: seconds for which training has waited.
         copied: bytes of the largest copy of a state.
     """
 
-    def __init__(self, directory: Path, run: str, world: World, keep: int, index: Index) -> None:
-        self.index, self.stalled, self.copied = index, 0.0, 0
+    def __init__(self, directory: Path, run: str, world: World, keep: int) -> None:
+        self.best: str | None = None
+        self.stalled, self.copied = 0.0, 0
         self._directory, self._run, self._world, self._keep = directory, run, world, keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writes: list[tuple[list[Draft], Future[None]]] = []  # in their order
@@ -225,27 +224,22 @@ class CheckpointWriter:
             raise
 
     def _complete(self, draft: Draft, written: Written) -> None:
-        """Add the manifest, rename the directory, name it in the index, and remove old ones."""
+        """Add the manifest, rename the directory, and remove old ones."""
         notes = [draft.note(rank) for rank in range(1, self._world.size)]
         parts = [written, *map(self._told, notes)]
         for note in notes:
             note.unlink()
 
-        latest = Entry(name=draft.path.name, run=self._run, step=draft.state.steps)
-        best = self.index.best
-        if draft.best:
-            latest = best = replace(latest, metric=draft.state.best)
-        self._write_manifest(draft, parts, None if best is latest or best is None else best.name)
+        self._write_manifest(draft, parts)
         sync_directory(draft.temporary)
         draft.temporary.replace(draft.path)
         sync_directory(draft.path.parent)
 
-        index = replace(self.index, latest=latest, best=best)
-        write_index(self._directory, index)
-        self.index = index
+        if draft.best:
+            self.best = draft.path.name
         self._remove_old()
 
-    def _write_manifest(self, draft: Draft, parts: Sequence[Written], best: str | None) -> None:
+    def _write_manifest(self, draft: Draft, parts: Sequence[Written]) -> None:
         shards: dict[str, list[StoredShard]] = {name: [] for name in draft.sizes}
         for _, of_rank in parts:
             for name, shard in of_rank:
@@ -259,7 +253,7 @@ class CheckpointWriter:
                 )
                 for name, (dtype, shape) in draft.sizes.items()
             },
-            state=replace(draft.state, best_name=best),
+            state=replace(draft.state, best_name=None if draft.best else self.best),
         )
         with (draft.temporary / MANIFEST).open("wb") as file:
             file.write(manifest_to_json(manifest))
@@ -281,13 +275,12 @@ class CheckpointWriter:
         return StoredFile(**told[0]), [(name, StoredShard(*shard)) for name, shard in told[1]]
 
     def _remove_old(self) -> None:
-        """Remove all checkpoints but the last ones and those that the index names."""
+        """Remove all checkpoints but the last ones and the best one."""
         found = run_directory.checkpoints(self._directory)
         newest = {step: path for path, step in reversed(found.items())}
         kept = {newest[step].name for step in sorted(newest, reverse=True)[: self._keep]}
-        kept |= {entry.name for entry in (self.index.latest, self.index.best) if entry}
         for old in found:
-            if old.name not in kept:
+            if old.name not in (*kept, self.best):
                 shutil.rmtree(old, ignore_errors=True)
 
 
