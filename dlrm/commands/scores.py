@@ -29,7 +29,7 @@ from dlrm.training.predictor import (
     require_new_names,
     rows_at_once,
 )
-from dlrm.training.score_file import LABEL, PROBABILITY, ROW, ScoreFile
+from dlrm.training.score_file import LABEL, PROBABILITY, ROW, write_batches
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import is_out_of_memory, pick_device
 
@@ -62,13 +62,11 @@ def predict(options: Namespace) -> None:
     batches = _prepared_scores(options) if prepared else _raw_scores(options)
     began = time.perf_counter()
     with atomic_write(output) as temporary:
-        with ScoreFile(temporary, output.suffix, output) as file:
-            for batch in batches:
-                file.write(batch)
-        if not file.rows:
+        count = write_batches(batches, temporary, output.suffix, output)
+        if not count:
             raise ValueError(f"{rows} has no rows to score")
-    rate = file.rows / (time.perf_counter() - began)
-    print(f"{file.rows:,} predictions in {output}, {rate:,.0f} rows/s")
+    rate = count / (time.perf_counter() - began)
+    print(f"{count:,} predictions in {output}, {rate:,.0f} rows/s")
 
 
 def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.training import score_file
-from dlrm.training.score_file import ScoreFile
+from dlrm.training.score_file import write_batches
 
 
 def batch(start, rows, name="row"):
@@ -20,25 +20,20 @@ def batch(start, rows, name="row"):
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
 def test_batches_are_written_in_order_by_another_thread(suffix, tmp_path, monkeypatch):
     monkeypatch.setattr(score_file, "GROUP_ROWS", 100)
-    threads, write = set(), ScoreFile._write
-
-    def noted(self, table):
-        threads.add(threading.current_thread().name)
-        write(self, table)
-
-    monkeypatch.setattr(ScoreFile, "_write", noted)
-    path = tmp_path / f"scores{suffix}"
+    threads, path = [], tmp_path / f"scores{suffix}"
     given = [batch(70 * turn, 70) for turn in range(15)] + [batch(1050, 3)]
-    with ScoreFile(path, suffix, path) as file:
+
+    def batches():
         for own in given:
-            file.write(own)
-    assert file.rows == 1053
+            threads.append({t.name for t in threading.enumerate()})
+            yield own
+
+    assert write_batches(batches(), path, suffix, path) == 1053
     found = pq.read_table(path) if suffix == ".parquet" else pa.csv.read_csv(path)
     assert found["row"].to_pylist() == list(range(1053))
     expected = pa.Table.from_batches(given)["probability"].to_pylist()
     assert np.array_equal(np.float32(found["probability"].to_pylist()), np.float32(expected))
-    assert len(threads) == 1
-    assert "MainThread" not in threads
+    assert any("map-in-order" in name for name in threads[-1])
     if suffix == ".parquet":
         groups = pq.ParquetFile(path).metadata
         assert groups.num_row_groups > 5
@@ -48,30 +43,23 @@ def test_batches_are_written_in_order_by_another_thread(suffix, tmp_path, monkey
 
 @pytest.mark.parametrize("parts", [1, 100])
 def test_an_error_of_the_thread_is_that_of_the_program(parts, tmp_path, monkeypatch):
-    """It comes at the end, or ends the block before."""
+    """It comes at the end, or before the other parts."""
     monkeypatch.setattr(score_file, "GROUP_ROWS", 1)
     lists = pa.RecordBatch.from_pydict({"tags": [[1, 2]]})  # which CSV can't have
     done = []
-
-    def write():
-        with ScoreFile(tmp_path / "scores.csv", ".csv", tmp_path / "named.csv") as file:
-            for _ in range(parts):
-                file.write(lists)
-                done.append(1)
-
+    given = (done.append(1) or lists for _ in range(parts))
     with pytest.raises(ValueError, match=r"named\.csv can't be written: "):
-        write()
+        write_batches(given, tmp_path / "scores.csv", ".csv", tmp_path / "named.csv")
     assert len(done) < 10
 
 
-def test_an_error_of_the_block_ends_the_thread(tmp_path, monkeypatch):
+def test_an_error_of_the_rows_ends_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(score_file, "GROUP_ROWS", 1)
 
-    def write():
-        with ScoreFile(tmp_path / "scores.parquet", ".parquet", tmp_path) as file:
-            file.write(batch(0, 3))
-            raise KeyError
+    def batches():
+        yield batch(0, 3)
+        raise KeyError
 
     with pytest.raises(KeyError):
-        write()
-    assert not [own for own in threading.enumerate() if own.name.startswith("score-writer")]
+        write_batches(batches(), tmp_path / "scores.parquet", ".parquet", tmp_path)
+    assert not [own for own in threading.enumerate() if own.name.startswith("map-in-order")]
