@@ -168,9 +168,10 @@ def _given(
 ) -> Iterator[tuple[str, Any, str]]:
     """Name, value and source of each option in the YAML file, then on the command line."""
     options = _tokens(argv, problems)
+    resumed = any(name == "resume" for name, _ in options)  # the file is that of the run
     for name, values in options:
         if name == "config" and "".join(values):
-            yield from _from_file(" ".join(values), schema, problems)
+            yield from _from_file(" ".join(values), schema, problems, saved=resumed)
         elif name == "config":
             problems.append("--config needs a value: a YAML file")
 
@@ -183,7 +184,7 @@ def _given(
         if name not in schema:
             problems.append(f"unknown option --{name}{_suggestion(name, schema)}")
         elif not values and schema[name].type is not bool:
-            problems.append(f"--{name} needs a value: {type_name(schema[name].type)}")
+            problems.append(f"--{name} needs a value: {_value_of(schema[name])}")
         elif len(values) > 1 and schema[name].is_text:
             text = " ".join(values)
             problems.append(f"--{name} takes one value, got {len(values)}: write '{text}'")
@@ -192,10 +193,18 @@ def _given(
             yield name, value if values else "true", f"--{name}"
 
 
+def _value_of(option: Option) -> str:
+    """The value that an option needs: its type; for a text, as the help begins."""
+    if not option.is_text:
+        return type_name(option.type)
+    text = option.help.partition(". ")[0].rstrip(" ,.")
+    return text[:1].lower() + text[1:]
+
+
 def _from_file(
-    path: str, schema: Mapping[str, Option], problems: list[str]
+    path: str, schema: Mapping[str, Option], problems: list[str], saved: bool
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, value and source of each option in a YAML file."""
+    """Yield the name, value and source of each option in a YAML file; ``saved``: of a run."""
     # A file that can't be used is one mistake; the options of the command line are still checked.
     try:
         require_local(path)
@@ -210,22 +219,37 @@ def _from_file(
         problems.append(f"--config {path} must hold options as name: value")
         return
 
-    yield from _from_mapping(f"{path}: ", content, schema, problems)
+    yield from _from_mapping(f"{path}: ", content, schema, problems, saved)
 
 
 def _from_mapping(
-    where: str, content: Mapping[Any, Any], schema: Mapping[str, Option], problems: list[str]
+    where: str,
+    content: Mapping[Any, Any],
+    schema: Mapping[str, Option],
+    problems: list[str],
+    saved: bool = False,
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the name, value and source of each option; groups are mappings of options."""
+    """Yield the name, value and source of each option; groups are mappings of options.
+
+    The file of a run names all options of the version that wrote it. Those that have another name
+    since get it, and those that are gone are left out, with a note.
+    """
     entries = [(str(name), value) for name, value in content.items()]
     while entries:
         name, value = entries.pop(0)
+        if saved and name in RENAMED:
+            name = RENAMED[name]
         if name in schema:
             yield name, value, f"{where}{name}"
         elif isinstance(value, dict) and any(key.startswith(f"{name}.") for key in schema):
             entries[:0] = [(f"{name}.{key}", inner) for key, inner in value.items()]
         elif any(key.startswith(f"{name}.") for key in schema):
             problems.append(f"{where}{name} is {shown(value)}, it must hold options as name: value")
+        elif saved:
+            print_error(
+                f"note: {where}this version has no option {name}, which is left out: if the run "
+                "needs it, resume with the version that wrote the run"
+            )
         else:
             problems.append(f"{where}unknown option {name}{_suggestion(name, schema)}")
 

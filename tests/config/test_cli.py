@@ -49,11 +49,25 @@ def test_an_old_name_leads_to_the_new_one(capsys, tmp_path):
     assert f"{path}: unknown option {now}" in mistakes(capsys, "--config", str(path))
 
 
+def test_an_older_run_resumes_though_its_file_names_options_of_then(capsys, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 3\nsharding: {wire: bf16, gone: 1}\ntt: {lost: 2}\nkind: {a: 1}\n")
+    config, resolved = parse(["--resume", str(tmp_path), f"--config={path}"], KINDS)
+    assert (config.seed, config.sharding.comm_dtype) == (3, "bf16")
+    told = capsys.readouterr().err
+    for name in ("sharding.gone", "tt.lost", "kind"):
+        assert f"note: {path}: this version has no option {name}, which is left out: " in told
+        assert name.rpartition(".")[2] not in yaml.safe_load(resolved)
+    assert told.count("note: ") == 3
+    assert "did you mean" in mistakes(capsys, "--resume", "runs/x", "--sed", "3")
+
+
 @pytest.mark.parametrize(
     ("option", "value", "rule"),
     [
         ("--lr", "0.1", "did you mean --optim.lr"),
         ("--batch_size", None, "--batch_size needs a value: a whole number"),
+        ("--resume", None, "--resume needs a value: run directory or checkpoint to resume"),
         ("--name", ["my", "run", "--epochs", "2"], "takes one value, got 2: write 'my run'\n"),
         (
             "--tables.threshold",
