@@ -28,21 +28,6 @@ def test_tables_in_any_order_agree_with_table_by_table():
     torch.testing.assert_close(group.vectors(tables, ids), expected)
 
 
-def test_the_maximum_of_a_bag_of_one_table_is_taken_of_wide_rows():
-    group = Block([25], 6, dim=2, mode="max").double()
-    ids, offsets = torch.tensor([24, 3, 0, 7, 7]), torch.tensor([0, 2, 2, 5])
-    found = group(ids, offsets)[:, 0]
-    wide = group.weight @ group.projection[0]
-    expected = torch.stack([wide[[24, 3]].amax(0), torch.zeros(6).double(), wide[[0, 7]].amax(0)])
-    torch.testing.assert_close(found, expected)
-    up = torch.randn_like(found)
-    for parameter in (group.weight, group.projection):
-        (grad,) = torch.autograd.grad(found, parameter, up, retain_graph=True)
-        (other,) = torch.autograd.grad(expected, parameter, up, retain_graph=True)
-        grad = grad.to_dense() if grad.is_sparse else grad
-        torch.testing.assert_close(grad, other)
-
-
 def test_no_matrix_where_the_block_dim_is_the_embedding_dim():
     group = Block([4, 25], 6, dim=6)
     assert [name for name, _ in group.named_parameters()] == ["weight"]

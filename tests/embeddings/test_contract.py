@@ -630,6 +630,7 @@ def test_a_budget_may_be_generous_or_too_small(kind):
         ("basis", {}, 0.9),
         ("block", {}, 0.95),
         ("cafe", {}, 0.97),
+        ("drop", {}, 0.999),
         ("hash", {}, 0.999),
         ("qr", {"operation": "multiply"}, 0.95),
         ("qr", {"operation": "concat"}, 0.95),

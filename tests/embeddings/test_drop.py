@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.drop import Drop
 
@@ -69,24 +68,3 @@ def test_a_table_that_is_kept_whole_has_no_shared_row_to_pay():
         found = Drop.for_budget(Budget([3, 2, 5], 8, rows * row, counts=counts))
         assert found == [None, None, {"keep": keep}]
     assert Drop.for_budget(Budget([3, 2, 5], 8, 10 * row, counts=counts)) == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("compression", "known", "cap"),
-    [
-        (4, False, 2**31),
-        (1000, False, 2**31),
-        (30, True, 100_000),
-        pytest.param(30, True, 2**31, marks=pytest.mark.slow),  # sorts 34 million counts
-    ],
-)
-def test_the_budget_is_used_up_at_kaggle_size(compression, known, cap):
-    tables = [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
-    budget = sum(tables) * 16 * 4 // compression
-    counts = [2**20 // torch.arange(1, rows + 1) for rows in tables] if known else None
-    chosen = Drop.for_budget(Budget(tables, 16, budget, counts=counts))
-    rows = [
-        table if options is None else options["keep"] + 1
-        for table, options in zip(tables, chosen, strict=True)
-    ]
-    assert 0.999 * budget <= sum(rows) * 16 * 4 <= budget

@@ -8,13 +8,14 @@ import torch
 from dlrm.embeddings import EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import Budget, row_bytes
 from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.kernels.update.packed import packed_rows, read_rows
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import make_table_plan
 from tests.kit import combinations, first
 
 SIZES = [1, 3, 40, 131]
-CASES = {
+CASES = {  # a kind, and for some also a name of its options
     "dense": {},
     "drop": {"keep": 9},
     "hash": {"rows": 13},
@@ -22,25 +23,40 @@ CASES = {
     "short": {"dim": 4, "keep": 30},
     "robe": {"rows": 13},
     "cafe": {"rows": 40},
+    "qr": {"collisions": 9},
+    "qr add": {"collisions": 9, "operation": "add"},
+    "qr concat": {"collisions": 9, "operation": "concat"},
 }
+QR = [case for case in CASES if case.startswith("qr")]
 every_kind = pytest.mark.parametrize("kind", CASES)
-in_order = pytest.mark.parametrize("kind", ["dense", "drop", "hash", "block"])
+row_by_row = pytest.mark.parametrize("kind", ["dense", "drop", "hash", "block", *QR])
 every_dtype = pytest.mark.parametrize("dtype", ["int8", "int4"])
 
 
-def make(kind, dtype, device="cpu", **common):
+def make(kind, dtype=None, **common):
+    """A group of one of the cases."""
+    return build(kind.split()[0], SIZES, 8, dtype=dtype, **CASES[kind], **common)
+
+
+def packed_names(group):
+    """The parameters with packed rows."""
+    return [name for name, p in group.named_parameters() if packed_rows(p) is not None]
+
+
+def pair(kind, dtype, device="cpu", **common):
     """A packed group, and one in fp32 that holds the same rows."""
-    packed = build(kind, SIZES, 8, dtype=dtype, **CASES[kind], **common).to(device)
-    plain = build(kind, SIZES, 8, **CASES[kind], **common).to(device)
+    packed, plain = (make(kind, own, **common).to(device) for own in (dtype, None))
     packed.load_dense([torch.randn(rows, 8, device=device) for rows in SIZES])
     with torch.no_grad():
-        for table, own in enumerate(plain.num_kept):
-            ids = torch.arange(own, device=device)
+        for name, weight in plain.named_parameters():
+            other = packed.get_parameter(name)
+            rows = torch.arange(len(other), device=device)
+            weight.copy_(read_rows(other, rows) if packed_rows(other) else other)
+        for table, own in enumerate(plain.num_kept if isinstance(plain, SharedRows) else ()):
+            ids = torch.arange(own, device=device)  # those of int4 lie in another order
             rows = SharedRows.vectors(packed, packed._tables[table], ids)
             for at, part in plain.rows_to_write(table):
                 part.copy_(rows[at : at + len(part)])
-        for mine, other in zip([*plain.parameters()][1:], [*packed.parameters()][1:], strict=True):
-            mine.copy_(other)
     return packed, plain
 
 
@@ -48,8 +64,7 @@ def make(kind, dtype, device="cpu", **common):
 @every_dtype
 def test_rows_are_those_of_dense_tables_rounded(kind, dtype, device):
     weights = [torch.randn(rows, 8, device=device) for rows in SIZES]
-    packed = build(kind, SIZES, 8, dtype=dtype, **CASES[kind]).to(device)
-    plain = build(kind, SIZES, 8, **CASES[kind]).to(device)
+    packed, plain = (make(kind, own).to(device) for own in (dtype, None))
     packed.load_dense(weights)
     plain.load_dense(weights)
     for table in range(len(SIZES)):
@@ -59,11 +74,11 @@ def test_rows_are_those_of_dense_tables_rounded(kind, dtype, device):
         assert off.square().mean().sqrt() < {"int8": 0.01, "int4": 0.12}[dtype] * deviation
 
 
-@in_order
+@row_by_row
 @every_dtype
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_and_gradients_are_those_of_the_rows(kind, dtype, mode, device):
-    packed, plain = make(kind, dtype, device, mode=mode)
+    packed, plain = pair(kind, dtype, device, mode=mode)
     lengths = torch.randint(4, (len(SIZES), 5), device=device)
     offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
     ids = torch.cat(
@@ -79,17 +94,19 @@ def test_bags_and_gradients_are_those_of_the_rows(kind, dtype, mode, device):
         grad = torch.randn_like(found)
         ours = torch.autograd.grad(found, [*packed.parameters()], grad)
         theirs = torch.autograd.grad(expected, [*plain.parameters()], grad)
-        mine, other = ours[0].to_dense(), theirs[0].to_dense()  # in another order of rows
-        torch.testing.assert_close(mine.norm(dim=1).sort()[0], other.norm(dim=1).sort()[0])
-        for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        for name, mine, other in zip(dict(packed.named_parameters()), ours, theirs, strict=True):
+            mine, other = mine.to_dense(), other.to_dense()
+            if name == "weight":  # in another order of rows
+                mine, other = (each.norm(dim=1).sort()[0] for each in (mine, other))
             torch.testing.assert_close(mine, other)
 
 
 def losses(kind, dtype, device):
     """Of training to a common target by many small steps: most are below a scale."""
     torch.manual_seed(0)
-    options = (CASES | {"tt": {"rank": 3, "keep": 9}})[kind]
-    group = build(kind, SIZES, 8, dtype=dtype, **options).to(device)
+    own = {"rank": 3, "keep": 9}
+    group = build(kind, SIZES, 8, dtype=dtype, **own) if kind == "tt" else make(kind, dtype)
+    group = group.to(device)
     optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.02)
     target = torch.randn(len(SIZES), 8, device=device) / 4
     found = []
@@ -115,27 +132,28 @@ def test_training_moves_rows_as_in_fp32(kind, device):
 @every_kind
 @every_dtype
 def test_state_dict_copies_and_moves(kind, dtype, device):
-    group = build(kind, SIZES, 8, dtype=dtype, **CASES[kind])
+    group = make(kind, dtype)
     names = [name for name, _ in group.named_parameters()]
     every = [group.to_dense(table) for table in range(len(SIZES))]
     state = {name: value.clone() for name, value in group.state_dict().items()}
-    assert state["weight"].dtype == torch.uint8
+    packed = packed_names(group)
+    assert all(state[name].dtype == torch.uint8 for name in packed)
     assert sum(v.nbytes for v in state.values()) == sum(sum(f.values()) for f in group.footprint())
-    twin = build(kind, SIZES, 8, dtype=dtype, **CASES[kind])
+    twin = make(kind, dtype)
     twin.load_state_dict(state)
-    held = twin.weight
+    held = twin.get_parameter(packed[0])
     for other in (twin, copy.deepcopy(group), twin.to(device).to(torch.bfloat16).float()):
         assert [name for name, _ in other.named_parameters()] == names
         if kind != "block":
             for table, rows in enumerate(every):
                 assert torch.equal(other.to_dense(table).cpu(), rows)
-    assert twin.weight is held, "an optimizer may hold it"
+    assert twin.get_parameter(packed[0]) is held, "an optimizer may hold it"
     with pytest.raises(RuntimeError, match="create the tables with the dtype of the saved ones"):
-        twin.load_state_dict({**state, "weight": torch.zeros(3)})
-    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
-        twin.load_state_dict({k: v for k, v in state.items() if k != "weight"})
+        twin.load_state_dict({**state, packed[0]: torch.zeros(3)})
+    with pytest.raises(RuntimeError, match=rf"Missing key.*{packed[0]}"):
+        twin.load_state_dict({k: v for k, v in state.items() if k != packed[0]})
     with torch.device("meta"):
-        meta = build(kind, SIZES, 8, dtype=dtype, **CASES[kind])
+        meta = make(kind, dtype)
     assert meta.footprint() == group.footprint()
 
 
@@ -202,6 +220,8 @@ def test_one_row_in_eight_of_int4_has_8_bits_the_first_ones():
     group = build("dense", [4, 12, 400], 16, dtype="int4")
     assert group.num_wide == (4, 12, 36)
     assert build("dense", [16], 16, dtype="int4").num_wide == (2,)
+    qr = make("qr", "int4")  # many ids share a remainder row
+    assert (qr.quotient.packed.format, qr.remainder.packed.format) == (4, 8)
     drop = build("drop", [400], 16, keep=15, dtype="int4")
     assert drop.num_wide == (2,)
     drop.load_dense([torch.linspace(0.5, 1, 400)[:, None].expand(400, 16)])

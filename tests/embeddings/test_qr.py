@@ -5,7 +5,6 @@ import torch
 
 from dlrm.embeddings import qr as qr_module
 from dlrm.embeddings.qr import QR
-from dlrm.optim import RowOptimizer
 
 every_operation = pytest.mark.parametrize("operation", ["multiply", "add", "concat"])
 
@@ -106,56 +105,6 @@ def test_frequent_ids_are_fitted_best():
         group = QR.from_dense([weight], collisions=4, operation=operation)
         wrong = (group.to_dense() - weight).square().mean(1)
         assert wrong[:4].mean() < 0.7 * wrong[4:].mean()
-
-
-@every_operation
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_packed_rows_are_composed_as_what_they_stand_for(device, operation, dtype):
-    sizes = [40, 7, 131]
-    options = {"collisions": 9, "operation": operation}
-    group = QR(sizes, 10, dtype=dtype, **options).to(device)
-    plain = QR(sizes, 10, **options).to(device)
-    with torch.no_grad():
-        for name, weight in plain.named_parameters():
-            packed = group.get_parameter(name).packed
-            weight.copy_(packed.read(torch.arange(len(weight), device=device)))
-            assert packed.format == (4 if (dtype, name) == ("int4", "quotient") else 8)
-    ids = torch.stack([torch.randint(rows, (50,), device=device) for rows in sizes])
-    outs, grads = [], []
-    for own in (group, plain):
-        weights = own.quotient, own.remainder
-        outs.append(own(ids))
-        up = torch.linspace(-1, 1, outs[0].numel(), device=device).view_as(outs[0])
-        grads.append(torch.autograd.grad(outs[-1], weights, up))
-    torch.testing.assert_close(*outs)
-    for mine, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(mine.to_dense(), theirs.to_dense())
-
-
-@every_operation
-def test_packed_rows_are_fitted_saved_and_trained(operation, device):
-    weights = [torch.randn(rows, 10, device=device) for rows in (40, 7, 131)]
-    options = {"collisions": 9, "operation": operation}
-    exact, group = (QR([40, 7, 131], 10, dtype=d, **options).to(device) for d in (None, "int8"))
-    exact.load_dense(weights)
-    group.load_dense(weights)
-    assert group.footprint() == [
-        {"weights": 12 * n if operation != "concat" else 8 * n} for n in (14, 8, 24)
-    ]
-    for table in range(3):
-        off = group.to_dense(table) - exact.to_dense(table)
-        assert off.abs().max() < 0.03 * exact.to_dense(table).abs().max()
-    twin = QR([40, 7, 131], 10, dtype="int8", **options).to(device)
-    twin.load_state_dict(group.state_dict())
-    ids = torch.stack([torch.arange(7, device=device)] * 3)
-    assert torch.equal(twin(ids), group(ids))
-    optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.05)
-    before = (group(ids) - 1).square().mean()
-    for _ in range(100):
-        (group(ids) - 1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (group(ids) - 1).square().mean() < 0.4 * before
 
 
 def test_gradients_of_one_lookup_have_rows_of_their_own_length(device):

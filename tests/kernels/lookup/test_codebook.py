@@ -47,10 +47,6 @@ def test_packed_codes_come_back(parts, bits):
     assert torch.equal(unpack(packed[4], parts, bits), codes[4])
 
 
-def test_nine_bits_for_384_clusters():
-    assert pack(torch.randint(384, (10, 8)), code_bits(384)).shape == (10, 9)
-
-
 @pytest.mark.parametrize("segment", [1, 16, 512])
 def test_members_are_all_entries_by_centroid(segment, monkeypatch):
     monkeypatch.setattr(codebook, "SEGMENT", segment)

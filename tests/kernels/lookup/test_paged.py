@@ -82,21 +82,6 @@ def test_pages_of_any_size(device, impl, page_size):
 
 
 @IMPLS
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
-def test_rows_of_any_shape(device, impl, shape):
-    table, pages = scattered(20, 4, 6, device)
-    rows = torch.randint(20, shape, device=device)
-    assert torch.equal(lookup(pages, rows, impl=impl), table[rows])
-
-
-@IMPLS
-def test_rows_may_be_a_view(device, impl):
-    table, pages = scattered(20, 4, 6, device)
-    rows = torch.arange(20, device=device)
-    assert torch.equal(lookup(pages, rows[::3], impl=impl), table[::3])
-
-
-@IMPLS
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_gradient_reaches_every_block_and_replica(device, impl, sparse):
     table, pages = scattered(53, 4, 6, device)

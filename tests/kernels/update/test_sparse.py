@@ -165,36 +165,6 @@ def test_equal_rows_are_summed_before_the_rule(device, impl):
     assert sums.tolist() == [25, 121, 0]
 
 
-OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
-    "adagrad": (torch.optim.Adagrad, {"eps": 1e-8}),
-    "adam": (torch.optim.Adam, {}),
-    "adam_decay": (torch.optim.Adam, {"weight_decay": 0.1}),
-    "adamw": (torch.optim.AdamW, {}),
-    "adamw_decay": (torch.optim.AdamW, {"weight_decay": 0.3}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-    "rmsprop_momentum": (torch.optim.RMSprop, {"momentum": 0.5}),
-    "adamax": (torch.optim.Adamax, {}),
-    "adadelta": (torch.optim.Adadelta, {}),
-}
-
-
-@combinations(name=[*OPTIMIZERS], impl=["triton", "torch"])
-def test_agrees_with_torch_optimizers(device, name, impl):
-    weight, rule = torch.randn(7, 4, device=device), VARIANTS[name]
-    parameter = torch.nn.Parameter(weight.clone())
-    make, options = OPTIMIZERS[name]
-    other = make([parameter], lr=0.1, **options)
-    states, lr = states_of(rule, 7, 4, device), torch.tensor(0.1, device=device)
-    every = torch.arange(7, device=device)
-    for _ in range(4):
-        parameter.grad = torch.randn(7, 4, device=device)
-        update_rows(rule, weight, every, parameter.grad, states, lr=lr, impl=impl)
-        other.step()
-    torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-5)
-
-
 def test_entries_below_zero_are_left_out_whatever_their_gradient(device):
     ids = torch.tensor([-1, 2, -1, 0], device=device)
     lr = torch.tensor(1.0, device=device)
