@@ -10,7 +10,7 @@ from typing import Any
 
 from dlrm.commands.prepare_table import add_shared, print_summary
 from dlrm.data.criteo import Options, prepare
-from dlrm.data.parquet import RowGroupReader
+from dlrm.data.parquet import column_limits
 from dlrm.data.prepare.text_blocks import is_unchecked_zstd
 from dlrm.data.schema import Meta
 from dlrm.utils.messages import listing, print_error
@@ -77,16 +77,8 @@ def _note_constant(output: Path, meta: Meta) -> None:
     rows = meta.splits["train"].rows
     if rows < 2:
         return
-    values: dict[str, set[object]] = {name: set() for name in meta.dense}
-    for row_group in RowGroupReader(output, meta).row_groups("train"):
-        metadata = row_group.metadata.row_group(row_group.index)
-        for column in map(metadata.column, range(metadata.num_columns)):
-            if column.path_in_schema in values:
-                known = column.statistics is not None and column.statistics.has_min_max
-                found = (column.statistics.min, column.statistics.max) if known else (0, 1)
-                values[column.path_in_schema].update(found)
-
-    if constant := [name for name, found in values.items() if len(found) == 1]:
+    limits = column_limits(output / "train.parquet", meta.dense)
+    if constant := [name for name, found in limits.items() if len(found) == 1]:
         print_error(
             f"note: columns with the same number, or none, in all {rows:,} training rows, of which "
             f"a model learns nothing: {listing(constant)}"

@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -48,10 +47,8 @@ class Reading:
 
     window: int | None = None
     """Row groups that are shuffled together at most; 1 shuffles each on its own. By default all, or
-    if they take more than ``memory``, half, a quarter, an eighth..."""
-    memory: int | None = None
-    """Bytes that the rows may take if there is no ``window``; by default see :class:`BatchLoader`.
-    A resumed epoch keeps its windows."""
+    if they take too much memory, see :class:`BatchLoader`, a quarter, an eighth... A resumed epoch
+    keeps its windows."""
     readers: int | None = None
     """Threads that read and decode row groups; by default half of the cores, up to 8, or three
     quarters, up to 12, if the batches go to a GPU."""
@@ -158,7 +155,7 @@ class BatchLoader:
         self.readers, self.prefetch = reading.readers or max(1, most), reading.prefetch
         self._fixed_window = reading.window is not None
         if reading.window is None:
-            self.windows = self._default_windows(reading.memory)
+            self.windows = self._default_windows()
         else:
             self.windows = -(-len(self._row_groups) // reading.window)
 
@@ -254,14 +251,12 @@ class BatchLoader:
         """See :func:`~dlrm.data.parquet.digest_of_footers`."""
         return digest_of_footers(self._row_groups)
 
-    def _default_windows(self, memory: int | None) -> int:
-        """Number of windows that are within ``memory``."""
+    def _default_windows(self) -> int:
+        """Number of windows that are within the memory for rows to shuffle."""
         if not self.shuffle:
             return 1
-        if memory is None:
-            memory = shuffle_memory(self.device)
-        total = sum(map(self._reader.decoded_bytes, self._row_groups))
-        return windows_within(memory, total + ORDER_BYTES * self.rows, len(self._row_groups))
+        size = sum(map(self._reader.decoded_bytes, self._row_groups)) + ORDER_BYTES * self.rows
+        return windows_within(shuffle_memory(self.device), size, len(self._row_groups))
 
     def _order(self) -> dict[str, Any]:
         """Everything that the order of the rows, and thus the meaning of a position, depends on."""
@@ -315,8 +310,9 @@ class BatchLoader:
         while True:
             while len(pending) <= self.prefetch:
                 pending.append(assembler.submit(next, runs, None))
-            with self._waiting():
-                run = pending.popleft().result()
+            began = time.perf_counter()
+            run = pending.popleft().result()
+            self.wait_seconds += time.perf_counter() - began
             if run is None:
                 return
             yield run
@@ -385,13 +381,6 @@ class BatchLoader:
             begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
             yield from groups[max(begin, done) : end]
             done = max(end, done)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Adds the time that the block takes to ``wait_seconds``."""
-        began = time.perf_counter()
-        yield
-        self.wait_seconds += time.perf_counter() - began
 
 
 def _gather(run: Sequence[tuple[ShuffleBuffer, int, int]], size: int) -> Run:

@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -336,6 +336,18 @@ def whole_table(table: pa.Table, rows: int) -> pa.Table:
         if len(column) != rows:
             raise pa.ArrowInvalid(f"{len(column)} of {rows} rows")
     return table
+
+
+def column_limits(path: Path, names: Iterable[str]) -> dict[str, set[object]]:
+    """The lowest and the highest values of columns in the row groups of a file, which must have
+    statistics."""
+    limits: dict[str, set[object]] = {name: set() for name in names}
+    file = pq.read_metadata(path)
+    for group in map(file.row_group, range(file.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if (own := limits.get(column.path_in_schema)) is not None:
+                own.update((column.statistics.min, column.statistics.max))
+    return limits
 
 
 def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:

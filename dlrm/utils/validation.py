@@ -124,6 +124,12 @@ def validate(kind: type[T], value: Any, where: str = "") -> T:
         raise ValueError("; ".join([*found[:MAX_MISTAKES], *more])) from None
 
 
+def chosen(value: Any) -> Any:
+    """The fields of a dataclass that are not the default, as plain values of YAML and JSON."""
+    kind: Any = type(value)
+    return dict(_adapter(kind).dump_python(value, mode="json", exclude_defaults=True))
+
+
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ...utils.messages import listing, print_error
+from ..parquet import column_limits
 from ..schema import HASHED, SPLITS, Categorical
 from ..threads import map_in_order
 from .learner import Learner
@@ -88,14 +89,8 @@ def write_splits(
 
 def _note_unseen(split: str, path: Path, categorical: Sequence[Categorical]) -> None:
     """Note the columns of which no row of a split has a value of the training rows."""
-    file = pq.read_metadata(path)
     ids = {c.name: c.oov_id for c in categorical if c.oov_id is not None and not c.multi_hot}
-    limits: dict[str, set[object]] = {name: set() for name in ids}
-    for group in map(file.row_group, range(file.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            if (own := limits.get(column.path_in_schema)) is not None:
-                own.update((column.statistics.min, column.statistics.max))
-
+    limits = column_limits(path, ids)
     if unseen := [name for name, found in limits.items() if found == {ids[name]}]:
         print_error(
             f"note: no row of the {split} split has a value of the training rows in "

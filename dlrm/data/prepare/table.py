@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,7 +13,7 @@ import yaml
 
 from ...utils.atomic import atomic_write
 from ...utils.messages import did_you_mean
-from ...utils.validation import validate
+from ...utils.validation import chosen, validate
 from ..schema import Meta
 from .bad_rows import BadRowsRule
 from .column_options import ColumnOptions, SplitOptions, TableOptions
@@ -186,25 +186,12 @@ def prepare_table(
 
 def options_as_yaml(plan: ColumnPlan) -> str:
     """The options with every column, for ``--config``: the same table is prepared the same."""
-    content: dict[str, Any] = {}
-    for name, value in _different(plan.options, TableOptions()).items():
-        if isinstance(value, SplitOptions):
-            value = _different(value, SplitOptions())
-        if name != "columns":
-            content[name] = list(value) if isinstance(value, tuple) else value
-    content["columns"] = {}
-    for column in plan.columns:
-        own = _different(column.options, ColumnOptions())
-        own = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
-        content["columns"][column.name] = own["kind"] if len(own) == 1 else own
+    content = chosen(replace(plan.options, columns={}))
+    options = {column.name: chosen(column.options) for column in plan.columns}
+    content["columns"] = {
+        name: own["kind"] if len(own) == 1 else own for name, own in options.items()
+    }
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-
-
-def _different(options: Any, default: Any) -> dict[str, Any]:
-    """The options that are not the default."""
-    names = [field.name for field in fields(options)]
-    values = {name: getattr(options, name) for name in names}
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def _limits(plan: ColumnPlan) -> tuple[float, float] | None:
@@ -212,15 +199,12 @@ def _limits(plan: ColumnPlan) -> tuple[float, float] | None:
     split = plan.options.split
     if split.val_from is None or split.test_from is None:
         return None
+    where, limits = "split: val_from or test_from", pa.array([split.val_from, split.test_from])
     column = next(column for column in plan.columns if column.name == split.column)
-
-    def like_time(text: str) -> float:
-        where, array = "split: val_from or test_from", pa.array([text])
-        if column.numeric:
-            return float(numbers(array, where, column.options.marks)[0])
-        return float(times(array, where, (), None, "s")[0])
-
-    val, test = like_time(split.val_from), like_time(split.test_from)
+    if column.numeric:
+        val, test = map(float, numbers(limits, where, column.options.marks))
+    else:
+        val, test = map(float, times(limits, where, (), None, "s"))
     if val > test:
         raise ValueError(
             f"split: val_from is {split.val_from}, after test_from {split.test_from}; "
