@@ -364,17 +364,12 @@ def test_threads_end_with_the_iteration(data):
     assert not readers()
     with pytest.raises(StopIteration):
         next(iteration)
-    list(loader)
-    assert not readers()
-
-
-def test_new_iteration_ends_the_one_before(data):
-    loader = open_loader(data, batch_size=10)
     before = iter(loader)
     next(before)
-    assert len(list(loader)) == 100
+    assert len(list(loader)) == 100, "a new iteration ends the one before"
     with pytest.raises(StopIteration):
         next(before)
+    assert not readers()
 
 
 def test_errors_of_readers_reach_the_consumer(tmp_path):

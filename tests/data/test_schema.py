@@ -69,11 +69,6 @@ def test_a_meta_file_beyond_the_limits_is_refused(tmp_path, text, reason):
         Meta.read(tmp_path)
 
 
-def test_what_is_written_is_read(tmp_path):
-    described().write(tmp_path)
-    assert Meta.read(tmp_path) == described()
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

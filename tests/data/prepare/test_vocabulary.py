@@ -21,32 +21,6 @@ def learn(kind, path, chunks, **options):
     return made, np.fromfile(path, np.int32).tolist()
 
 
-def test_falling_count_then_missing_then_value(tmp_path):
-    wanted = [pa.array([7, MISSING, 3, 2**32 - 1]), pa.array([7, 9, 3])]
-    chunks = [([wanted[0]], [np.array([1, 2, 1, 5])]), ([wanted[1]], [np.array([1, 0, 1])])]
-    made, ids = learn(HexKeys, tmp_path / "ids", chunks)
-    assert ids == [3, 1, 2, 0, 3, 4, 2]
-    assert made.values.to_pylist() == ["ffffffff", "", "00000003", "00000007", None]
-    assert (made.counts.tolist(), made.oov_id) == ([5, 2, 2, 2, 0], 4)
-
-
-def test_without_out_of_vocabulary():
-    made, ids = make_vocabulary(pa.array([1, 5]), np.array([1, 2]), oov=False)
-    assert made.oov_id is None
-    assert made.values.to_pylist() == ["00000005", "00000001"]
-    assert ids.tolist() == [1, 0]
-
-
-@pytest.mark.parametrize(("rare", "place"), [(2, 2), (3, 2), (4, 1), (9, 0)])
-def test_rare_values_share_an_id_placed_by_their_joint_count(rare, place):
-    counts = np.array([5, 3] + [1] * rare)
-    made, ids = make_vocabulary(pa.array(np.arange(2 + rare)), counts, min_count=2)
-    assert made.oov_id == place
-    assert made.counts.tolist() == sorted([5, 3, rare], reverse=True)
-    assert set(ids[2:]) == {place}
-    assert made.counts[ids[:2]].tolist() == [5, 3]
-
-
 @pytest.mark.parametrize("kind", [HexKeys, TextKeys])
 def test_against_counting_in_python(kind, tmp_path):
     rng = np.random.default_rng(0)
