@@ -9,7 +9,6 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
-from dlrm.data.loader import BatchLoader, Reading
+from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.table import open_and_plan, prepare_table
@@ -136,12 +135,9 @@ def write_split(
 
 
 def open_loader(directory: Path, split: str = "train", **options: Any) -> BatchLoader:
-    """Open a loader, with the options of its shard and its reading next to all others."""
-    parts = {}
-    for name, part in (("shard", Shard), ("reading", Reading)):
-        own = options.keys() & {field.name for field in fields(part)}
-        parts[name] = part(**{option: options.pop(option) for option in own})
-    return BatchLoader(directory, split, **parts, **options)
+    """Open a loader, with the rank and the number of ranks next to all other options."""
+    shard = Shard(**{name: options.pop(name) for name in ("rank", "world_size") if name in options})
+    return BatchLoader(directory, split, shard=shard, **options)
 
 
 def plan_rows(rows: Any, /, **options: Any) -> tuple[list[RawFile], ColumnPlan]:

@@ -11,9 +11,9 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -41,24 +41,23 @@ BYTES_AT_ONCE = 16 << 20
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(TypedDict, total=False):
     """How the files of a split are read. Only the window changes the order of the rows."""
 
-    window: int | None = None
+    window: int | None
     """Row groups that are shuffled together at most; 1 shuffles each on its own. By default all, or
-    if they take too much memory, see :class:`BatchLoader`, a quarter, an eighth... A resumed epoch
-    keeps its windows."""
-    readers: int | None = None
+    if they take more than ``memory``, a quarter, an eighth... A resumed epoch keeps its windows."""
+    memory: int | None
+    """Bytes that the rows may take if there is no ``window``; by default see :class:`BatchLoader`.
+    """
+    readers: int | None
     """Threads that read and decode row groups; by default half of the cores, up to 8, or three
     quarters, up to 12, if the batches go to a GPU."""
-    prefetch: int = 4
-    """Batches made ahead of the consumer, or runs of small ones that are gathered together."""
-    allow_outside: bool = False
-    """Whether ``meta.json`` may list files outside of the directory."""
-
-    def __post_init__(self) -> None:
-        require_positive(window=self.window, readers=self.readers, prefetch=self.prefetch)
+    prefetch: int
+    """Batches made ahead of the consumer, or runs of small ones that are gathered together; by
+    default 4."""
+    allow_outside: bool
+    """Whether ``meta.json`` may list files outside of the directory; by default not."""
 
 
 class BatchLoader:
@@ -91,7 +90,6 @@ class BatchLoader:
         seed: seed of the shuffle, not negative.
         shard: the part of each global batch that this process takes.
         drop_last: leave out the last global batch if it is short.
-        reading: how the files are read.
         device: device of the batches. A CUDA device gets whole row groups from pinned memory and
             gathers the rows of batches itself, on a stream of its own, while earlier ones are in
             use.
@@ -99,6 +97,7 @@ class BatchLoader:
             cardinalities in ``meta.json``.
         negatives: share of the rows with label 0 that are read, chosen by ``seed``; see
             :func:`~dlrm.data.negatives.sample_negatives`.
+        reading: how the files are read.
 
     Attributes:
         meta: the contents of ``meta.json``.
@@ -123,20 +122,25 @@ class BatchLoader:
         seed: int = 0,
         shard: Shard | None = None,
         drop_last: bool = False,
-        reading: Reading | None = None,
         device: torch.device | str = "cpu",
         num_embeddings: Sequence[int] | None = None,
         negatives: float = 1.0,
+        **reading: Unpack[Reading],
     ) -> None:
-        shard, reading = shard or Shard(), reading or Reading()
-        require_positive(batch_size=batch_size)
+        if unknown := reading.keys() - Reading.__annotations__:
+            raise TypeError(f"a loader has no option {', '.join(sorted(unknown))}")
+        window, readers, shard = reading.get("window"), reading.get("readers"), shard or Shard()
+        self.prefetch = reading.get("prefetch", 4)
+        require_positive(
+            batch_size=batch_size, window=window, readers=readers, prefetch=self.prefetch
+        )
         if seed < 0:
             raise ValueError(f"seed is {seed}, it must not be negative")
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"device is {device}, it must be cpu or cuda")
 
         # The files are opened, and their footers read.
-        self.meta = Meta.read(directory, allow_outside=reading.allow_outside)
+        self.meta = Meta.read(directory, allow_outside=reading.get("allow_outside", False))
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         row_groups = self._reader.row_groups(split)
         self._row_groups = sample_negatives(self._reader, row_groups, negatives, seed)
@@ -152,12 +156,12 @@ class BatchLoader:
 
         cores = cpu_count()
         most = min(12, cores * 3 // 4) if self._on_gpu else min(8, cores // 2)
-        self.readers, self.prefetch = reading.readers or max(1, most), reading.prefetch
-        self._fixed_window = reading.window is not None
-        if reading.window is None:
-            self.windows = self._default_windows()
+        self.readers = readers or max(1, most)
+        self._fixed_window = window is not None
+        if window is None:
+            self.windows = self._default_windows(reading.get("memory"))
         else:
-            self.windows = -(-len(self._row_groups) // reading.window)
+            self.windows = -(-len(self._row_groups) // window)
 
         self._resident: ShuffleBuffer | None = None  # the only window, kept for the next epoch
         self.wait_seconds = 0.0
@@ -251,12 +255,12 @@ class BatchLoader:
         """See :func:`~dlrm.data.parquet.digest_of_footers`."""
         return digest_of_footers(self._row_groups)
 
-    def _default_windows(self) -> int:
-        """Number of windows that are within the memory for rows to shuffle."""
+    def _default_windows(self, memory: int | None) -> int:
+        """Number of windows that are within ``memory``."""
         if not self.shuffle:
             return 1
         size = sum(map(self._reader.decoded_bytes, self._row_groups)) + ORDER_BYTES * self.rows
-        return windows_within(shuffle_memory(self.device), size, len(self._row_groups))
+        return windows_within(memory or shuffle_memory(self.device), size, len(self._row_groups))
 
     def _order(self) -> dict[str, Any]:
         """Everything that the order of the rows, and thus the meaning of a position, depends on."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from dlrm.data.groups import Groups
-from dlrm.data.loader import BatchLoader, Reading
+from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare.fingerprint import require_same_ids
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
@@ -78,7 +78,7 @@ class TrainedModel:
             split,
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
-            reading=Reading(allow_outside=allow_outside),
+            allow_outside=allow_outside,
         )
         loader = open_loader(batch_size=size or used.eval_batch_size)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 from dlrm.data.batch import Batch
 from dlrm.data.days import require_same_columns
 from dlrm.data.groups import Groups, read_groups
-from dlrm.data.loader import BatchLoader, Reading
+from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.shuffle import Shard
 from dlrm.distributed.world import World
@@ -45,7 +44,7 @@ class RunLoaders(NamedTuple):
     group: str | None
     """Column to measure AUC by."""
     options: Mapping[str, Any]
-    """More arguments of ``BatchLoader`` and its ``Reading``."""
+    """More arguments of ``BatchLoader``."""
 
     def training(self, data: str, *, days: bool = False) -> BatchLoader | DayLoader:
         """The loader of the training rows of a prepared directory.
@@ -90,15 +89,12 @@ class RunLoaders(NamedTuple):
         return loader
 
     def _loader(self, data: str, split: str, batch_size: int, **options: Any) -> BatchLoader:
-        given = {**self.options, **options}
-        names = given.keys() & {field.name for field in fields(Reading)}
         return BatchLoader(
             data,
             split,
             batch_size=batch_size,
             shard=Shard(rank=self.world.rank, world_size=self.world.size),
-            reading=Reading(**{name: given.pop(name) for name in names}),
-            **given,
+            **{**self.options, **options},
         )
 
 

@@ -524,6 +524,8 @@ def test_unknown_and_empty_split(tmp_path):
 def test_bad_options(data, options, message):
     with pytest.raises(ValueError, match=message):
         open_loader(data, **{"batch_size": 10, **options})
+    with pytest.raises(TypeError, match="a loader has no option windw"):
+        open_loader(data, batch_size=10, windw=2)
     with pytest.raises(ValueError, match="epoch is -1, it must not be negative"):
         open_loader(data, batch_size=10).set_epoch(-1)
 

@@ -95,20 +95,13 @@ def test_row_groups_of_other_sizes(tmp_path, sizes):
     assert (first != second).any()
 
 
-@pytest.fixture
-def limit(monkeypatch):
-    """Sets the bytes that the rows of a window may take."""
-    return lambda size: monkeypatch.setattr(loader_module, "shuffle_memory", lambda _: size)
-
-
-def test_windows_fit_into_the_memory(data, limit):
+def test_windows_fit_into_the_memory(data):
     reader = RowGroupReader(data, Meta.read(data))
     total = sum(map(reader.decoded_bytes, reader.row_groups("train"))) + 8 * ROWS
     assert total == ROWS * (4 * 3 + 8)
 
     def windows(memory):
-        limit(memory)
-        return open_loader(data, batch_size=10, shuffle=True).windows
+        return open_loader(data, batch_size=10, shuffle=True, memory=memory).windows
 
     assert windows(total) == 1
     assert windows(total - 1) == 4
@@ -116,7 +109,7 @@ def test_windows_fit_into_the_memory(data, limit):
     assert windows(total * 3 // 4 - 1) == 8
     assert windows(total // 10) == 32
     assert windows(1) == GROUPS, "the least is a row group at a time"
-    assert open_loader(data, batch_size=10).windows == 1, "nothing to shuffle"
+    assert open_loader(data, batch_size=10, memory=1).windows == 1, "nothing to shuffle"
 
 
 def test_bags_count_with_all_of_their_ids(tmp_path):
@@ -135,14 +128,15 @@ def storages():
 
 
 @pytest.mark.parametrize("share", [1.0, 0.4])
-def test_keeps_to_the_memory(tmp_path, share, limit):
+def test_keeps_to_the_memory(tmp_path, share):
     gc.collect()
     others = storages()  # of other tests
     rows = 200_000
     write(tmp_path, rows=rows, group_rows=rows // 64, extra=15)
     memory = int(rows * (4 * 18 + 8) * share)
-    limit(memory)
-    loader = open_loader(tmp_path, batch_size=512, shuffle=True, readers=1, prefetch=1)
+    loader = open_loader(
+        tmp_path, batch_size=512, shuffle=True, memory=memory, readers=1, prefetch=1
+    )
     assert loader.windows == (1 if share == 1 else 8)
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -151,11 +145,10 @@ def test_keeps_to_the_memory(tmp_path, share, limit):
         assert memory / 3 < peak < memory + 2_000_000, "and the row groups that are being decoded"
 
 
-@combinations(slow=pytest.mark.slow, done=[0, 1, 133, 300, 400], memory=[1 << 30, 200_000])
-def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done, limit):
+@combinations(slow=pytest.mark.slow, done=[0, 1, 133, 300, 400], memory=[None, 200_000])
+def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done):
     options = {"batch_size": 50, "shuffle": True}
-    limit(memory)
-    first = open_loader(data, **options)
+    first = open_loader(data, memory=memory, **options)
     first.set_epoch(2)
     iteration = iter(first)
     for _ in range(done):
@@ -164,8 +157,7 @@ def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done, limi
     rest = [batch.dense[0].tolist() for batch in iteration]
     next_epoch = order(first, 3)
 
-    limit(100_000)
-    second = open_loader(data, **options)
+    second = open_loader(data, memory=100_000, **options)
     assert second.windows != first.windows
     second.load_state_dict(state)
     second.set_epoch(2)

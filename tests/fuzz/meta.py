@@ -26,7 +26,7 @@ from trees import as_json, mutate_text, mutate_values
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec
 from dlrm.data.frequencies import IdStatistics
-from dlrm.data.loader import BatchLoader, Reading
+from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.embeddings import available
 from dlrm.model import DLRM
@@ -83,7 +83,7 @@ def judge_data(directory: Path, kind: str) -> Outcome:
     meta = Meta.read(directory)
     for split in meta.splits:
         if split == "train" or meta.has_rows(split):
-            loaders[split] = BatchLoader(directory, split, batch_size=7, reading=Reading(readers=1))
+            loaders[split] = BatchLoader(directory, split, batch_size=7, readers=1)
     for split, loader in loaders.items():
         batches = list(loader)
         found = [torch.cat([batch.labels for batch in batches]).numpy()]

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 import torch
 
 from dlrm.data import synthetic
-from dlrm.data.loader import BatchLoader, Reading
+from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Categorical, Meta
 from dlrm.data.synthetic.multi_hot import id_field, open_writer
@@ -142,10 +142,8 @@ def open_loader(
     directory: Path, size: int, options: argparse.Namespace, **order: Any
 ) -> BatchLoader:
     """A loader of the training split."""
-    reading = Reading(readers=options.readers, window=order.pop("window", None))
-    return BatchLoader(
-        directory, "train", batch_size=size, reading=reading, device=options.device, **order
-    )
+    order |= {"readers": options.readers, "device": options.device}
+    return BatchLoader(directory, "train", batch_size=size, **order)
 
 
 def rates(rows: int, run: Callable[[], object], repeats: int) -> dict[str, float]:

@@ -26,6 +26,18 @@ def read(directory, split="train"):
     return labels, [values.reshape(len(labels), -1) for values in ids]
 
 
+def check_bags(directory, split, meta, seed):
+    """The rows in ``bags`` are those in ``flat``, with the bags that are drawn for their ids."""
+    labels, bags = read(directory / "bags", split)
+    own_labels, own = read(directory / "flat", split)
+    np.testing.assert_array_equal(labels, own_labels)
+    features = zip(bags, own, meta.cardinalities, meta.lengths, strict=True)
+    for feature, (bag, one_hot, rows, size) in enumerate(features):
+        ids = torch.from_numpy(one_hot[:, 0]).long()
+        expected = draw_bags(ids, rows, size, feature=feature, seed=seed)
+        np.testing.assert_array_equal(bag, expected)
+
+
 def test_an_id_always_has_the_same_bag():
     ids = torch.randint(0, 1000, (5000,), generator=torch.Generator().manual_seed(0))
     bags = draw_bags(ids, 1000, 9, feature=3, seed=1)
@@ -66,19 +78,7 @@ def test_synthetic_bags_add_to_the_one_hot_ids(tmp_path, script):
     assert sum(meta.lengths) == 214
     assert Meta.read(tmp_path / "flat").lengths == (1,) * 26
     assert meta.planted == Meta.read(tmp_path / "flat").planted
-    labels, bags = read(tmp_path / "bags")
-    own_labels, own = read(tmp_path / "flat")
-    np.testing.assert_array_equal(labels, own_labels)
-    for feature, (bag, one_hot) in enumerate(zip(bags, own, strict=True)):
-        rows = meta.cardinalities[feature]
-        expected = draw_bags(
-            torch.from_numpy(one_hot[:, 0]).long(),
-            rows,
-            MLPERF_BAG_SIZES[feature],
-            feature=feature,
-            seed=0,
-        )
-        np.testing.assert_array_equal(bag, expected)
+    check_bags(tmp_path, "train", meta, seed=0)
     batch = next(iter(BatchLoader(tmp_path / "bags", "train", batch_size=64)))
     assert batch.bag_sizes == MLPERF_BAG_SIZES
     assert batch.ids.shape == (64 * 214,)
@@ -100,13 +100,7 @@ def test_prepared_rows_get_bags(tmp_path, script):
     assert (made.splits, made.planted, made.dense) == (meta.splits, meta.planted, meta.dense)
     assert made.options["one_hot"] == json.loads(json.dumps(meta.options))
     for split in ("train", "val"):
-        labels, bags = read(tmp_path / "bags", split)
-        own_labels, own = read(tmp_path / "flat", split)
-        np.testing.assert_array_equal(labels, own_labels)
-        for feature, (bag, one_hot) in enumerate(zip(bags, own, strict=True)):
-            ids = torch.from_numpy(one_hot[:, 0]).long()
-            expected = draw_bags(ids, 50, SIZES[feature], feature=feature, seed=7)
-            np.testing.assert_array_equal(bag, expected)
+        check_bags(tmp_path, split, made, seed=7)
         left, right = (
             BatchLoader(tmp_path / name, split, batch_size=500) for name in ("flat", "bags")
         )
