@@ -37,7 +37,7 @@ from dlrm.data.synthetic.multi_hot import GROUP_ROWS
 from dlrm.data.synthetic.writers import Job, Written, split_of, tally, write_parquet
 from dlrm.data.threads import map_in_order
 from dlrm.utils.cpus import cpu_count
-from dlrm.utils.program import Parser, exit_status, path_arg
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 TSV_FILE, TSV_META_FILE = "train.txt", "synthetic.json"
 
@@ -106,7 +106,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_sizes(parser: Parser) -> None:
     add = parser.add_argument
-    add("--rows", type=int, help="number of rows, over all splits (default: that of --like)")
+    add("--rows", type=count_arg, help="number of rows, over all splits (default: that of --like)")
     of_tables = "rows of each table (default: those of --like)"
     add("--cardinalities", type=int, nargs="+", metavar="V", help=of_tables)
     bags = "ids of each table in a row, by MLPerf's rule (default: one, or those of --like)"

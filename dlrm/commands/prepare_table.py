@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from dlrm.data.prepare.table import (
 from dlrm.data.prepare.transform import TRANSFORM_FILE
 from dlrm.data.prepare.workspace import BAD_ROWS_FILE
 from dlrm.data.schema import HASHED, Meta
-from dlrm.utils.documents import read_json
+from dlrm.utils.documents import parse_yaml, read_json
 from dlrm.utils.messages import listing, printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, peak_process_memory
 from dlrm.utils.validation import validate
@@ -37,7 +37,7 @@ Input: CSV, TSV, JSON lines (plain, gzip or zstd) or Parquet: files, directories
 as 'part-*.csv'. All files have the same columns.
 
 What each column is (a number, a vector, a category, a list, a time) is found in the first rows and
-printed. A YAML file overrides it; every option has a default:
+printed. --columns overrides it, and so does a YAML file; every option has a default:
 
   label: clicked
   split: {by: time, column: when, train: 0.8, val: 0.1, test: 0.1}
@@ -143,8 +143,11 @@ def _content(options: Namespace) -> dict[str, Any]:
     if options.split_by is not None:
         split["by"], _, column = options.split_by.partition(":")
         split |= {"column": column} if column else {}
-    if split:
-        content["split"] = {**(content.get("split") or {}), **split}
+
+    # Next to those of the file, which is checked later.
+    for name, own in (("split", split), ("columns", options.columns)):
+        if own and isinstance(there := content.get(name) or {}, dict):
+            content[name] = there | own
     return content
 
 
@@ -213,6 +216,8 @@ def _parser() -> Parser:
     positive += "for more (default: 1 or true)"
     add("--positive", action="append", metavar="VALUE", help=positive)
     add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
+    columns = "what columns are, in YAML, such as '{zip: category, row_id: drop}' (default: found)"
+    add("--columns", metavar="YAML", type=_columns_arg, help=columns)
 
     # Which rows are trained on, and the ids of their values.
     shares = "the shares of train, val and test (default: 0.8 0.1 0.1; with --ids-of 0 0 1)"
@@ -229,6 +234,17 @@ def _parser() -> Parser:
     add("--dry-run", action="store_true", help=dry)
     add_shared(parser)
     return parser
+
+
+def _columns_arg(text: str) -> dict[str, Any]:
+    """The ``type`` of an option that is a mapping, in YAML."""
+    try:
+        columns = parse_yaml(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"is {text!r}: {error}") from None
+    if not isinstance(columns, dict):
+        raise ArgumentTypeError(f"is {text!r}, it must be as in '{{row_id: drop}}'")
+    return columns
 
 
 def add_shared(parser: Parser) -> None:

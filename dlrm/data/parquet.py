@@ -100,9 +100,9 @@ class RowGroupReader:
         )
         if len(self.num_embeddings) != len(meta.categorical):
             raise ValueError(
-                f"num_embeddings has {len(self.num_embeddings)} entries for the "
-                f"{len(meta.categorical)} categorical columns of {self.directory / META_FILE}: "
-                "each column needs a table, and a trained model the columns of its training data"
+                f"{self.directory / META_FILE} has {len(meta.categorical)} categorical columns, "
+                f"the model tables for {len(self.num_embeddings)}: prepare the raw rows for it "
+                "with dlrm prepare --ids-of RUN/preparation"
             )
         largest = max(self.num_embeddings, default=0)
         self.ids_dtype = np.dtype(np.int32 if largest <= 2**31 else np.int64)

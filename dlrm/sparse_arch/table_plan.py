@@ -345,8 +345,8 @@ def _left_of(
     dense = row_bytes(embedding_dim, dtype) * sum(others)
     if dense > limit or (chosen and dense == limit):
         raise ValueError(
-            f"a budget of {limit:,} bytes is used up by the dense tables alone ({dense:,} bytes): "
-            "raise the budget, or compress more tables with a lower tables.threshold"
+            f"--budget {budget} is {limit:,} bytes, of which dense tables take {dense:,}, so none "
+            "are left to others: raise it, or compress more tables with a lower tables.threshold"
         )
     return limit - dense if chosen else 0
 

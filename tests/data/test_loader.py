@@ -454,7 +454,7 @@ def test_negative_ids_of_narrow_types(tmp_path, kind):
 def test_ids_are_checked_against_the_tables_in_use(data):
     with pytest.raises(ValueError, match=r"'C2': .* outside the table of 2000 rows"):
         list(open_loader(data, batch_size=10, num_embeddings=(50, 2000, 7)))
-    with pytest.raises(ValueError, match="num_embeddings has 2 entries for the 3 categorical"):
+    with pytest.raises(ValueError, match="3 categorical columns, the model tables for 2: prep"):
         open_loader(data, batch_size=10, num_embeddings=(50, 2000))
 
 

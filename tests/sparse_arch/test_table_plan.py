@@ -77,7 +77,7 @@ def test_amounts_of_memory():
     ("arguments", "message"),
     [
         ({"kinds": {"z": "tt"}}, "names table 'z'"),
-        ({"kind": "hash", "threshold": 1000, "budget": "100B"}, "used up by the dense tables"),
+        ({"kind": "hash", "threshold": 1000, "budget": "100B"}, "100B is 100 bytes, of which"),
         ({"kind": "hsh", "budget": "10KB"}, "unknown embedding kind 'hsh', did you mean 'hash'"),
         ({"kinds": {"a": "hsh"}}, "unknown embedding kind 'hsh', did you mean 'hash'"),
         ({"budget": "10KB", "kinds": {"a": "hash"}}, r"tables\.kinds exclude each other: drop one"),

@@ -44,7 +44,7 @@ class ColumnOptions(Closed):
     buckets: Annotated[Whole, Ge(2)] = 32
     """Number of buckets of the transform ``quantile``."""
     bucketed: bool = False
-    """Of a number: the buckets that ``quantile`` would make are ids, next to the number."""
+    """Of a number, or of a vector's: the buckets that ``quantile`` would make are ids, too."""
     min_count: Positive | None = None
     """Rarer values of a category or list share the id of unseen values."""
     cap: Positive | None = None

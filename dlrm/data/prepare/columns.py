@@ -55,14 +55,15 @@ class Feature:
     @property
     def dense(self) -> bool:
         """Whether it is a number; all others are ids."""
-        if self.part:
-            return self.part == "age" or self.column.kind == "vector"
-        return self.column.kind == "number" and self.column.options.transform != "quantile"
+        if self.column.kind == "time":
+            return self.part == "age"
+        numeric = self.column.kind in ("number", "vector") and not self.part.endswith("bucket")
+        return numeric and self.column.options.transform != "quantile"
 
     @property
     def bucketed(self) -> bool:
         """Whether it is a number whose buckets are ids."""
-        return self.column.kind == "number" and not self.dense
+        return self.column.kind in ("number", "vector") and not self.dense
 
     @property
     def multi_hot(self) -> bool:
@@ -193,6 +194,12 @@ class ColumnPlan:
         return validate(cls, dict(content))
 
 
+def most_bucketed(numbers: int) -> int:
+    """Of how many numbers the buckets are ids, in a table without others: each is a table that
+    interacts with all others, which takes long and fits noise if there are hundreds."""
+    return numbers if numbers <= 100 else 32
+
+
 def _features(columns: Sequence[Column]) -> Iterator[Feature]:
     for column in columns:
         if column.kind in ("number", "category", "list"):
@@ -200,7 +207,10 @@ def _features(columns: Sequence[Column]) -> Iterator[Feature]:
             if column.options.bucketed and column.options.transform != "quantile":
                 yield Feature(name=f"{column.name}_bucket", column=column, part="bucket")
         elif column.kind == "vector":
-            for part in map(str, range(column.options.size or 0)):
+            parts = [str(place) for place in range(column.options.size or 0)]
+            if column.options.bucketed:
+                parts += [f"{part}_bucket" for part in parts[: most_bucketed(len(parts))]]
+            for part in parts:
                 yield Feature(name=f"{column.name}_{part}", column=column, part=part)
         elif column.kind == "time":
             for part in column.options.parts or ():

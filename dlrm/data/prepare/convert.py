@@ -76,7 +76,8 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
         elif column.kind == "vector":
             if name not in moments:
                 moments[name] = vectors(raw[name], name, own.size or 0)
-            columns[feature.name] = pa.array(moments[name][int(feature.part)])
+            place = int(feature.part.removesuffix("_bucket"))
+            columns[feature.name] = pa.array(moments[name][place])
         else:
             columns[feature.name] = _feature_column(plan, feature, raw[name])
 

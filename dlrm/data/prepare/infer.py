@@ -17,7 +17,7 @@ from . import codes
 from .bad_rows import BadRow, BadValue
 from .codes import find_negative
 from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
-from .columns import Column, ColumnPlan
+from .columns import Column, ColumnPlan, most_bucketed
 from .files import ParquetPart, RawFile, no_header_hint
 from .kinds import (
     InferredKind,
@@ -81,7 +81,7 @@ def plan_columns(
         told = error.located(files[0].path) if isinstance(error, BadRow) else error
         raise ColumnsError(str(told), plan) from None
     if not plan.categorical:
-        plan = replace(plan, columns=tuple(map(_bucketed, columns)))
+        plan = replace(plan, columns=_bucketed(columns))
     if not plan.categorical:
         problem = (
             f"{files[0].path}: no column is a category or list, and a model needs one; set one"
@@ -91,12 +91,21 @@ def plan_columns(
     return replace(plan, options=options)
 
 
-def _bucketed(column: Column) -> Column:
-    """A number with its bucket, in a table without ids; other columns as they are."""
-    if column.kind != "number":
-        return column
-    why = f"{column.why}; buckets are ids, which a model needs"
-    return replace(column, why=why, options=replace(column.options, bucketed=True))
+def _bucketed(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """The columns of a table without ids, with buckets of the first numbers, or of a vector."""
+    names = [column.name for column in columns if column.kind == "number"]
+    names = names[: most_bucketed(len(names))]
+    names = names or [column.name for column in columns if column.kind == "vector"][:1]
+    return tuple(
+        replace(
+            column,
+            why=f"{column.why}; buckets are ids, which a model needs",
+            options=replace(column.options, bucketed=True),
+        )
+        if column.name in names
+        else column
+        for column in columns
+    )
 
 
 _USELESS = ColumnOptions(kind="drop")

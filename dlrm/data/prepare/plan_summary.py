@@ -38,7 +38,8 @@ def _becomes(column: Column, table: TableOptions) -> str:
         missing = special.get(str(options.transform), "0 after it")
         return f"{options.transform}, missing: {missing}{', and a bucket' * options.bucketed}"
     if column.kind == "vector":
-        return f"{options.size} numbers, {options.transform}, missing: 0 after it"
+        buckets = ", and buckets" * options.bucketed
+        return f"{options.size} numbers, {options.transform}, missing: 0 after it{buckets}"
     if column.kind in ("category", "list"):
         limits = {"min_count": options.min_count, "cap": options.cap, "hash": options.hash}
         told = [f"{name} {value}" for name, value in limits.items() if value not in (None, 1)]

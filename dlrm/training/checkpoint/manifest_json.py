@@ -74,6 +74,8 @@ def manifest_from_json(text: bytes) -> Manifest:
         raise ValueError(f"it is not JSON: {error}") from None
 
     found = outer.get("format") if isinstance(outer, dict) else None
+    if found == "dlrm export":
+        raise ValueError("it is an export: name the run that it was made of, or dlrm serve it")
     if found != FORMAT:
         raise ValueError(f"its format is {found!r:.50}, not {FORMAT!r}")
     if outer.get("version") != VERSION:

@@ -308,10 +308,12 @@ def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
         assert read_splits(tmp_path / "out")[split].equals(table)
     shown = run(
         "prepare_table", directory / "rows.csv", "--output", tmp_path / "no", "--label", "clicked",
-        "--dry-run",
+        "--columns", "{tags: drop}", "--dry-run",
     ).stdout  # fmt: skip
+    assert "tags     text          drop      left out" in shown
+    wrong = run("prepare_table", rows, "--output", tmp_path / "no", "--columns", "x", status=2)
+    assert "--columns: is 'x', it must be as in '{row_id: drop}'" in wrong.stderr
     assert "price    double        number    auto, missing: 0 after it" in shown
-    assert "tags     text          list      lists of ids, separator '|'" in shown
     assert "label: clicked" in shown
     assert "split in the order of the rows (by time: --split-by time:when)" in shown
     assert not (tmp_path / "no").exists()

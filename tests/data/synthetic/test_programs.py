@@ -29,9 +29,9 @@ def test_program_writes_and_reports(tmp_path, capsys, script):
     ("arguments", "message"),
     [
         (["--row", "5"], "unknown option --row, did you mean '--rows'?"),
-        (["--rows", "many"], "argument --rows: invalid int value: 'many'"),
+        (["--rows", "2M"], "argument --rows: is '2M', it must be a whole number"),
         (["--like", "kagle"], "invalid choice: 'kagle'"),
-        (["--rows", "0"], "rows is 0, it must be at least 1"),
+        (["--rows", "0"], "argument --rows: is '0', it must be a whole number, 1 or more"),
         (["--cap", "0"], "--cap is 0, it must be at least 1"),
         (["--format", "csv"], "invalid choice: 'csv'"),
         (["--format", "tsv", "--cardinalities", "5"], "there are 1 cardinalities, but a Criteo"),
