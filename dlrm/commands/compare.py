@@ -34,27 +34,20 @@ from dlrm.utils.messages import print_error, printable
 from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
 
 METRICS = {
-    "test/auc": "AUC",
-    "test/log_loss": "log loss",
-    "test/accuracy": "accuracy",
-    "test/normalized_entropy": "NE",
-    "test/calibration": "calibration",
-    "val/auc": "val AUC",
-    "val/log_loss": "val log loss",
-    "embeddings/bytes": "MB",
-    "embeddings/compression": "ratio",
-    "embeddings/optimizer_bytes": "optimizer bytes",
-    "speed/samples_per_second": "samples/s",
+    "test/auc": ("AUC", ".4f"),
+    "test/log_loss": ("log loss", ".4f"),
+    "test/accuracy": ("accuracy", ".4f"),
+    "test/normalized_entropy": ("NE", ".4f"),
+    "test/calibration": ("calibration", ""),
+    "val/auc": ("val AUC", ""),
+    "val/log_loss": ("val log loss", ""),
+    "embeddings/bytes": ("MB", ",.2f"),
+    "embeddings/compression": ("ratio", ".1f"),
+    "embeddings/optimizer_bytes": ("optimizer bytes", ""),
+    "speed/samples_per_second": ("samples/s", ",.0f"),
 }
-FORMATS = {
-    "AUC": ".4f",
-    "log loss": ".4f",
-    "accuracy": ".4f",
-    "NE": ".4f",
-    "MB": ",.2f",
-    "ratio": ".1f",
-    "samples/s": ",.0f",
-}
+"""The label of each metric, and its format in the table, if it is there."""
+LABELS = [label for label, _ in METRICS.values()]
 
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
 LOSSES = ("log loss", "NE")  # lower is better
@@ -109,10 +102,10 @@ def read(runs: list[Path]) -> pd.DataFrame:
 
         names = {"run": run.name, "data": name, "emb": _kind(result["options"], options)}
         names |= {"budget": options.get("budget") or "", "group": group}
-        values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
+        values = {label: result["metrics"].get(name) for name, (label, _) in METRICS.items()}
         rows.append({**names, **values})
 
-    table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
+    table = pd.DataFrame(rows).astype(dict.fromkeys(LABELS, float))
     table["MB"] /= 1e6
     return table
 
@@ -140,13 +133,10 @@ def _identity(result: dict[str, Any]) -> tuple[str, str, str]:
 
 def _name_data(identities: Sequence[tuple[str, str, str]]) -> list[str]:
     """A name for each data set, with a number if its name and rows do not tell it from others."""
-    numbers: dict[tuple[str, str], list[str]] = {}
-    for name, rows, preparation in dict.fromkeys(identities):
-        numbers.setdefault((name, rows), []).append(preparation)
     names = []
     for name, rows, preparation in identities:
-        same = numbers[name, rows]
-        number = f" #{same.index(preparation) + 1}" if len(same) > 1 else ""
+        alike = [*dict.fromkeys(own for *about, own in identities if about == [name, rows])]
+        number = f" #{alike.index(preparation) + 1}" if len(alike) > 1 else ""
         names.append(f"{name}{number} ({rows} rows)" if rows else f"{name}{number}")
     return names
 
@@ -166,7 +156,7 @@ def summarize(table: pd.DataFrame) -> pd.DataFrame:
     summary = groups[["run", "data", "emb", "budget"]].first()
     summary["options"] = _differing_options(summary)
     summary["seeds"] = groups.size()
-    for label in METRICS.values():
+    for label in LABELS:
         summary[label] = groups[label].mean()
         summary[f"{label} std"] = groups[label].std()
     return summary.reset_index(drop=True).sort_values(["data", "AUC"], ascending=[True, False])
@@ -179,26 +169,26 @@ def _differing_options(summary: pd.DataFrame) -> pd.Series:
     Options at their defaults and those that have a column are left out. Names are short where that
     is clear.
     """
-    own = {group: json.loads(str(group)) for group in summary.index}
-    of_tables = ("tables", *available())
-    differing: dict[Any, dict[str, Any]] = {}
-    for _, groups in summary.groupby("data"):
-        for group, kind in groups["emb"].items():
-            same_kind = groups.index[groups["emb"] == kind]
-            differing[group] = {}
-            for name, value in own[group].items():
-                rivals = same_kind if name.partition(".")[0] in of_tables else groups.index
-                if name not in IN_COLUMNS and any(own[g].get(name) != value for g in rivals):
-                    differing[group][name] = value
-    shown = {name for options in differing.values() for name in options}
+    groups = [json.loads(str(group)) for group in summary.index]
+    options = pd.DataFrame(groups, index=summary.index, dtype=object).sort_index(axis=1)
+    options = options.drop(columns=[*IN_COLUMNS], errors="ignore").map(_compact, na_action="ignore")
+
+    # An option differs if the groups to compare with have several values of it, or none.
+    data, kinds = summary["data"], summary["emb"]
+    for name in options:
+        of_table = str(name).partition(".")[0] in ("tables", *available())
+        rivals = options[name].groupby([data, kinds] if of_table else data)
+        options[name] = options[name].where(rivals.transform("nunique", dropna=False) > 1)
+    shown = options.dropna(axis=1, how="all")
+
     leaves = Counter([*available(), *(name.rpartition(".")[2] for name in shown)])
-
-    def text(name: str, value: Any) -> str:
-        leaf = name.rpartition(".")[2]
-        return f"{leaf if leaves[leaf] == 1 else name}={_compact(value)}"
-
-    texts = {group: [text(*each) for each in own.items()] for group, own in differing.items()}
-    return pd.Series({group: " ".join(own) for group, own in texts.items()})
+    short = {name: leaf for name in shown if leaves[leaf := name.rpartition(".")[2]] == 1}
+    rows = shown.rename(columns=short).iterrows()
+    texts = {
+        group: " ".join(f"{name}={value}" for name, value in row.dropna().items())
+        for group, row in rows
+    }
+    return pd.Series(texts, dtype=object)
 
 
 def _compact(value: Any) -> str:
@@ -210,7 +200,7 @@ def _compact(value: Any) -> str:
 def render(summary: pd.DataFrame) -> str:
     """The summary as text, a table for each data set."""
     shown = summary[["run", "emb", "budget", "seeds"]].map(printable)
-    for label, form in FORMATS.items():
+    for label, form in filter(all, METRICS.values()):
         stds = summary[f"{label} std"] if label in QUALITY else None
         shown[label] = mean_and_std(summary[label], stds, form)
     shown["options"] = summary["options"].map(printable)
