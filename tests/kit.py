@@ -81,8 +81,7 @@ def write_checkpoint(
 
 def best_name(run: Path) -> str | None:
     """The name of the best checkpoint of a run; None without one."""
-    best = best_of(run_directory.checkpoints(run))
-    return best[0].name if best else None
+    return next((best.name for best in best_of(run_directory.checkpoints(run))), None)
 
 
 def latest_step(run: Path) -> int | None:

@@ -394,6 +394,13 @@ def test_a_damaged_latest_is_replaced_by_the_newest_intact_one(run, capsys):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints/best"])
+def test_a_newer_checkpoint_that_might_be_better_is_not_left_out_silently(name, run, capsys):
+    corrupt(run / "checkpoints" / "step_3" / MANIFEST)
+    assert Checkpoint.open(run / name, best=True).path.name == "step_1"
+    assert f"warning: {run / 'checkpoints' / 'step_3'} is damaged: " in capsys.readouterr().err
+
+
 def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
     save(tmp_path, 1, make("dense"))
     assert Checkpoint.open(tmp_path, best=True).path.name == "step_1"

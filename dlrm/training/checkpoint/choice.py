@@ -5,8 +5,7 @@ The latest checkpoint of a run is its newest one. Its manifest names the best on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,34 +82,40 @@ def choose(path: Path, best: bool) -> Choice | Exception:
         if run is None or which not in (LATEST, BEST):
             return Choice(path=path, run=run, candidates={path: None})
         known = run_directory.checkpoints(run)
-        wanted = best_of(known) if best or which == BEST else None
+        wanted = best_of(known) if best or which == BEST else {}
     except (OSError, ValueError) as error:
         return error
 
-    candidates: dict[Path, Expected | None] = dict([wanted] if wanted else [])
+    candidates: dict[Path, Expected | None] = {**wanted}
     if which != BEST:
         for newest, step in known.items():
             candidates.setdefault(newest, Expected(step=step))
     return Choice(path=path, run=run, candidates=candidates, known=known)
 
 
-def best_of(known: Iterable[Path]) -> tuple[Path, Expected] | None:
-    """The best checkpoint of a run, which may be lost; None if none was validated.
+def best_of(known: Mapping[Path, int]) -> dict[Path, Expected]:
+    """The best checkpoint of a run, which may be lost; none if none was validated.
+
+    The newest one that can be read knows which one was the best when it was written: maybe itself.
+    Those that can't be read come before it, as one of them may have been better.
 
     Args:
-        known: its checkpoints, the newest first. The first one that can be read knows which one
-            was the best when it was written: maybe itself.
+        known: its checkpoints and their steps, the newest first.
     """
-    for newest in known:
-        with suppress(OSError, ValueError):
+    damaged: dict[Path, Expected] = {}
+    for newest, step in known.items():
+        try:
             manifest = read_manifest(newest)
-            state = manifest.state
-            if state.best_step < 0:
-                return None
-            itself = newest.name if state.best_step == state.steps else f"step_{state.best_step}"
-            best = newest.with_name(state.best_name or itself)
-            return best, Expected(run=manifest.run, step=state.best_step)
-    return None
+        except (OSError, ValueError):
+            damaged[newest] = Expected(step=step)
+            continue
+        state = manifest.state
+        if state.best_step < 0:
+            return damaged
+        itself = newest.name if state.best_step == state.steps else f"step_{state.best_step}"
+        best = newest.with_name(state.best_name or itself)
+        return damaged | {best: Expected(run=manifest.run, step=state.best_step)}
+    return damaged
 
 
 def reason(error: Exception) -> str:

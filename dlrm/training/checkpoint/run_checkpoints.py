@@ -187,7 +187,7 @@ class RunCheckpoints:
 
         # The best checkpoint may be lost.
         progress = state.progress
-        self.writer.best = self._world.from_first(lambda: _go_back(path))
+        self.writer.best = self._world.from_first(lambda: _go_back(path, state.steps))
         if self.writer.best is None:
             progress.best_step, progress.best = -1, -math.inf
         return progress
@@ -228,13 +228,12 @@ class RunCheckpoints:
             return best.state.validated[1]
 
 
-def _go_back(path: Path) -> str | None:
+def _go_back(path: Path, step: int) -> str | None:
     """Set the checkpoints of a run aside that are later than the one that is resumed; returns the
     name of the best checkpoint that this one knows, if it is still there.
     """
     best = None
-    if known := best_of([path]):
-        lost, expected = known
+    for lost, expected in best_of({path: step}).items():
         try:
             expected.require(read_manifest(lost))
             best = lost.name
