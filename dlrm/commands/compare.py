@@ -181,8 +181,9 @@ def _differing_options(summary: pd.DataFrame) -> pd.Series:
         options[name] = options[name].where(rivals.transform("nunique", dropna=False) > 1)
     shown = options.dropna(axis=1, how="all")
 
-    leaves = Counter([*available(), *(name.rpartition(".")[2] for name in shown)])
-    short = {name: leaf for name in shown if leaves[leaf := name.rpartition(".")[2]] == 1}
+    leaf_of = {str(name): str(name).rpartition(".")[2] for name in shown}
+    leaves = Counter([*available(), *leaf_of.values()])
+    short = {name: leaf for name, leaf in leaf_of.items() if leaves[leaf] == 1}
     rows = shown.rename(columns=short).iterrows()
     texts = {
         group: " ".join(f"{name}={value}" for name, value in row.dropna().items())
