@@ -28,6 +28,7 @@ from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Categorical, Meta, Split
 from dlrm.data.shuffle import Shard
 from dlrm.distributed.world import World
+from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.training import run_directory
 from dlrm.training.checkpoint import Parts
 from dlrm.training.checkpoint.choice import best_of
@@ -37,6 +38,19 @@ from dlrm.training.checkpoint.writer import CheckpointWriter
 GPU = torch.cuda.is_available()
 SLOW = () if GPU else pytest.mark.slow
 """The mark of what takes long in Triton's interpreter."""
+
+
+RULE_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{rule: (rule, {}) for rule in RULES},
+    "momentum": ("sgd", {"momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad_decay": ("adagrad", {"eps": 1e-3, "weight_decay": 0.1}),
+    "rowwise_adagrad_decay": ("rowwise_adagrad", {"eps": 1e-3, "weight_decay": 0.1}),
+    "rmsprop_momentum": ("rmsprop", {"momentum": 0.5}),
+    "adam_decay": ("adam", {"weight_decay": 0.1}),
+    "adamw_decay": ("adamw", {"weight_decay": 0.3}),
+}
+"""Rules of the optimizers with options that change what they do, by name."""
+VARIANTS = {name: make_rule(rule, **options) for name, (rule, options) in RULE_OPTIONS.items()}
 
 
 def first(name: str, values: Sequence[Any], slow: Any = SLOW) -> pytest.MarkDecorator:

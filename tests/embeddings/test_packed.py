@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from dlrm.embeddings import EmbeddingBag, available, build
-from dlrm.embeddings.common.budget import Budget, row_bytes
+from dlrm.embeddings.common.budget import row_bytes
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels.update.packed import packed_rows, read_rows
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.table_plan import make_table_plan
-from tests.kit import combinations, first
+from tests.kit import first
 
 SIZES = [1, 3, 40, 131]
 CASES = {  # a kind, and for some also a name of its options
@@ -190,25 +189,6 @@ def test_bytes_in_training(dtype, ratio, optimizer):
     if optimizer != "adam":  # its two numbers per weight stay in fp32
         assert sizes[0] / sizes[1] > ratio
     assert sizes[0] > sizes[1]
-
-
-@combinations(
-    slow=pytest.mark.slow,
-    kind=["drop", "hash", "block", "robe", "cafe", "qr"],
-    ratio=[3, 8, 40],
-    dtype=["int8", "int4"],
-)
-def test_budgets_count_scales(kind, dtype, ratio):
-    sizes, dense = [50, 4000, 7, 900], 64 * 4957
-    if kind == "block" and ratio == 40:
-        return  # a row of one weight and its scale is more
-    names = ["a", "b", "c", "d"]
-    plan = make_table_plan(names, sizes, 16, kind, budget=f"{ratio}x", dtype=dtype)
-    used = SparseArch(sizes, 16, plan, dtype=dtype).sizes()["bytes"]
-    assert used <= dense / ratio
-    if ratio >= 8 and kind != "qr":
-        assert used > 0.8 * dense / ratio
-    assert Budget(sizes, 16, dense, dtype=dtype).row_bytes == row_bytes(16, dtype)
 
 
 def test_bytes_of_rows():

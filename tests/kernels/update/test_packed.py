@@ -18,10 +18,9 @@ from dlrm.kernels.update.packed import (
     packed_rows,
     record_bytes,
 )
-from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.bags import Bags
-from tests.kit import combinations
+from tests.kit import VARIANTS, combinations
 
 GPU = torch.cuda.is_available()
 ROWS = 40
@@ -104,16 +103,10 @@ def test_rounding_is_unbiased_and_rows_without_a_step_stay(device, form, impl):
     assert mean[2::2].ne(0).any()
 
 
-RULES_HERE = {name: make_rule(name) for name in RULES} | {
-    "momentum": make_rule("sgd", momentum=0.9, weight_decay=0.1),
-    "adamw_decay": make_rule("adamw", weight_decay=0.3),
-}
-
-
 @pytest.mark.usefixtures("nan_in_new_memory")
-@combinations(name=[*RULES_HERE], form=[*WIDE])
+@combinations(name=[*VARIANTS], form=[*WIDE])
 def test_kernels_update_as_pytorch(device, assert_close, name, form):
-    rule, dim = RULES_HERE[name], 5
+    rule, dim = VARIANTS[name], 5
     weight = table(WIDE[form], dim, device)
     other = copy.deepcopy(weight)
     states = [

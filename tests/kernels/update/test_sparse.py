@@ -5,17 +5,10 @@ import torch
 
 from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.row_sort import RowSorter, SortedRows, sort_rows, sort_rows_together
-from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
-from tests.kit import SLOW, combinations, first
+from tests.kit import SLOW, VARIANTS, combinations, first
 
 GPU = torch.cuda.is_available()
-VARIANTS = {rule: make_rule(rule) for rule in RULES} | {
-    "momentum": make_rule("sgd", momentum=0.9, weight_decay=0.1),
-    "rmsprop_momentum": make_rule("rmsprop", momentum=0.5),
-    "adam_decay": make_rule("adam", weight_decay=0.1),
-    "adamw_decay": make_rule("adamw", weight_decay=0.3),
-}
 
 
 def states_of(rule, rows, dim, device):
