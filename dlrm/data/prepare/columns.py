@@ -35,6 +35,11 @@ class Column:
         return self.options.kind
 
     @property
+    def zone(self) -> str | None:
+        """The time zone of its type, by whose clock later times count too."""
+        return self.found.partition(", tz=")[2].rstrip("]") or None
+
+    @property
     def numeric(self) -> bool:
         """Whether its values count as numbers, whatever they are used for."""
         if self.options.format is not None:  # digits such as 20240131

@@ -70,7 +70,7 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
         name, own = column.name, column.options
         if column.kind == "time":
             if name not in moments:
-                form = own.format, own.unit
+                form = own.format, own.unit, column.zone
                 moments[name] = times(raw[name], name, options.missing, *form)
             columns[feature.name] = time_part(moments[name], feature.part)
         elif column.kind == "vector":
@@ -112,7 +112,8 @@ def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
     if column.numeric:
         found = numbers(array, name, own.marks, plan.options.missing)
     else:
-        moments = times(array, name, plan.options.missing, own.format, own.unit)
+        form = own.format, own.unit, column.zone
+        moments = times(array, name, plan.options.missing, *form)
         found = np.where(moments == MISSING_TIME, np.nan, moments)
     if len(rows := np.flatnonzero(np.isnan(found))):
         problem = "the value is missing, and the split depends on it; leave out such rows"

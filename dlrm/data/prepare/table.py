@@ -204,7 +204,7 @@ def _limits(plan: ColumnPlan) -> tuple[float, float] | None:
     if column.numeric:
         val, test = map(float, numbers(limits, where, column.options.marks))
     else:
-        val, test = map(float, times(limits, where, (), None, "s"))
+        val, test = map(float, times(limits, where, (), None, "s", column.zone))
     if val > test:
         raise ValueError(
             f"split: val_from is {split.val_from}, after test_from {split.test_from}; "

@@ -86,12 +86,18 @@ def vectors(array: pa.Array, name: str, size: int) -> NDArray[np.float64]:
 
 
 def times(
-    array: pa.Array, name: str, missing: Sequence[str], form: str | None, unit: str
+    array: pa.Array,
+    name: str,
+    missing: Sequence[str],
+    form: str | None,
+    unit: str,
+    zone: str | None = None,
 ) -> NDArray[np.int64]:
     """``[n]`` microseconds since 1970 by the clock of the place; ``MISSING_TIME`` if missing.
 
     The column holds timestamps, dates, texts in ISO 8601 or a ``form`` as in ``strptime``, or
-    numbers of a ``unit``: s, ms or us.
+    numbers of a ``unit``: s, ms or us. The place of times with a time zone or an offset is
+    ``zone``, by default that of their type, and UTC for texts.
 
     Raises:
         BadValue: a text is not a time of this form.
@@ -111,11 +117,12 @@ def times(
             raise BadValue(name, rows, problem)
         array = pa.array(seconds * (1_000_000 // SECONDS[unit]), from_pandas=True)
         array = array.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
-    elif pa.types.is_timestamp(kind) and kind.tz is not None:
-        array = pc.local_timestamp(array)
     elif not (pa.types.is_timestamp(kind) or pa.types.is_date(kind) or kind == pa.null()):
         raise BadValue(name, [], f"it holds {kind}, not times; make it another kind")
 
+    if pa.types.is_timestamp(array.type) and array.type.tz is not None:
+        there = pa.timestamp("us", zone or array.type.tz)
+        array = pc.local_timestamp(array.cast(there, safe=False))
     found = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
     return found.fill_null(MISSING_TIME).to_numpy()
 
@@ -276,7 +283,7 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
             return part.cast(kind)
 
     try:
-        return parse(array).cast(pa.timestamp("us"))
+        return parse(array)
     except pa.ArrowInvalid:
         rows = _all_failing(array, parse)
         rule = "of the format " + repr(form) if form else "ISO 8601, as all rows before are"

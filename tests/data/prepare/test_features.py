@@ -152,6 +152,16 @@ def test_the_hour_is_that_of_the_place(tmp_path):
     found = pq.read_table(tmp_path / "out" / "vocabulary" / "when_hour.parquet")
     assert found["value"].to_pylist() == ["11", "12", None]
 
+    # Later rows count by the same clock, however they are written.
+    transform = Transform.load(tmp_path / "out")
+    wanted = transform.apply(pa.RecordBatch.from_pydict({"when": time}))
+    for same in (
+        time.cast(pa.timestamp("ns", "Asia/Tokyo")),
+        pa.array(["2024-01-01T10:00:00Z", "2024-07-01T10:00:00Z"]),
+        pa.array(["2024-01-01 05:00:00-05:00", "2024-07-01 05:00:00-05:00"]),
+    ):
+        assert transform.apply(pa.RecordBatch.from_pydict({"when": same})).equals(wanted)
+
 
 @pytest.mark.parametrize(
     ("options", "texts", "days"),
