@@ -31,7 +31,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-from harness import Case, Limits, MakeCase, Outcome, flip_bits, main, mutate, refusal, run_case
+from harness import Case, Limits, Outcome, flip_bits, main, mutate, refusal, run_case, scratch
 from trees import NASTY, as_json, mutate_text, mutate_values
 
 from dlrm.commands import evaluate, predict, train
@@ -51,9 +51,9 @@ FORBIDDEN += ("pickle.find_class",)
 @cache
 def originals() -> Path:
     """A directory with data and two runs of one kind, each with checkpoints ``step_3`` and
-    ``step_6``. It is removed when the fuzzer ends.
+    ``step_6``.
     """
-    place = Path(tempfile.mkdtemp(prefix="fuzz-checkpoints-"))
+    place = scratch()
     rows = [200 if column < 3 else 9 for column in range(26)]
     synthetic.write(place / "data", rows=900, cardinalities=rows, fractions=[0.7, 0.1, 0.2])
 
@@ -338,17 +338,8 @@ def others(rng: random.Random, place: Path) -> Case:
     return judged(rng, name, place, trusted=trusted)
 
 
-KINDS: dict[str, MakeCase] = {
-    "tensors": tensors,
-    "manifest": manifest,
-    "forged": forged,
-    "links": links,
-    "others": others,
-}
+KINDS = {each.__name__: each for each in (tensors, manifest, forged, links, others)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    try:
-        sys.exit(main(KINDS))
-    finally:
-        shutil.rmtree(originals())
+    sys.exit(main(KINDS))

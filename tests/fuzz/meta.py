@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from harness import Case, Outcome, main
+from harness import Case, Outcome, main, scratch
 from trees import as_json, mutate_text, mutate_values
 
 from dlrm.config.cli import parse
@@ -38,8 +37,8 @@ ROWS = {"train": 40, "val": 0, "test": 9}
 
 @cache
 def prepared() -> Path:
-    """A small directory of data, removed when the fuzzer ends."""
-    directory = Path(tempfile.mkdtemp(prefix="fuzz-data-"))
+    """A small directory of data."""
+    directory = scratch()
     rng = np.random.default_rng(0)
     splits = {}
     for split, rows in ROWS.items():
@@ -132,7 +131,4 @@ FUZZED = {"described": described}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    try:
-        sys.exit(main(FUZZED))
-    finally:
-        shutil.rmtree(prepared())
+    sys.exit(main(FUZZED))

@@ -11,12 +11,11 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from harness import Case, Limits, Outcome, flip_bits, main, mutate, refusal, run_case
+from harness import Case, Limits, Outcome, flip_bits, main, mutate, refusal, run_case, scratch
 
 import numpy as np  # isort: skip
 import pandas as pd  # isort: skip
@@ -56,7 +55,7 @@ def equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 @cache
 def prepared() -> tuple[Path, list[torch.Tensor], list[torch.Tensor]]:
     """Prepared data, its rows and frequencies."""
-    place = Path(tempfile.mkdtemp(prefix="fuzz-prepared-"))
+    place = scratch()
     rng, raw = random.Random(5), place / "raw"
     with raw.open("w") as file:
         for _ in range(600):
@@ -100,7 +99,7 @@ def prepared_case(rng: random.Random, directory: Path) -> Case:
 @cache
 def foreign(variant: int) -> tuple[Path, list[torch.Tensor]]:
     """Files as other programs write them, which differ by variant, and their rows."""
-    place, rng = Path(tempfile.mkdtemp(prefix="fuzz-foreign-")), np.random.default_rng(variant)
+    place, rng = scratch(), np.random.default_rng(variant)
     for name, rows in (("train", 400), ("test", 100)):
         table = pa.Table.from_pandas(
             pd.DataFrame(
@@ -162,10 +161,4 @@ def foreign_case(rng: random.Random, directory: Path) -> Case:
 KINDS = {"prepared": prepared_case, "foreign": foreign_case}
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(KINDS))
-    finally:
-        for made in (prepared,) if prepared.cache_info().currsize else ():
-            shutil.rmtree(made()[0])
-        for variant in range(16 if foreign.cache_info().currsize else 0):
-            shutil.rmtree(foreign(variant)[0])
+    sys.exit(main(KINDS))

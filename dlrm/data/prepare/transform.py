@@ -99,18 +99,14 @@ class Transform:
         Raises:
             ValueError: a value does not fit the kind of its column, or a column is missing.
         """
-        return self._with_gaps(self.encode(convert_rows(self.plan, raw, required=False)))
-
-    def _with_gaps(self, prepared: pa.RecordBatch) -> pa.RecordBatch:
-        """Prepared rows that are to be scored: the label may be missing."""
-        label = self.plan.label
-        if self.plan.hexadecimal or label not in prepared.schema.names:
-            return prepared
-        position = prepared.schema.get_field_index(label)
-        return prepared.set_column(position, pa.field(label, pa.uint8()), prepared[label])
+        return self.encode(convert_rows(self.plan, raw, required=False), scored=True)
 
     def encode(
-        self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] = MappingProxyType({})
+        self,
+        rows: pa.RecordBatch,
+        ids: Mapping[str, NDArray[np.int32]] = MappingProxyType({}),
+        *,
+        scored: bool = False,
     ) -> pa.RecordBatch:
         """Prepare converted rows.
 
@@ -119,6 +115,7 @@ class Transform:
                 float32 are scaled already.
             ids: for categories and lists, the ids of the entries of the dictionary, if they
                 have been looked up already.
+            scored: whether the rows are to be scored, so that their label may be missing.
         """
         columns: dict[str, pa.Array] = {}
         there = set(rows.schema.names)
@@ -142,8 +139,9 @@ class Transform:
             columns[feature.name] = self._ids(feature, rows, ids)
 
         # What is prepared has no null: it is read 1.4 times as fast.
+        gaps = {self.plan.label} if scored and not self.plan.hexadecimal else ()
         passed = {name: rows[name] for name in self.passed if name in there}
-        fields = [pa.field(name, own.type, nullable=False) for name, own in columns.items()]
+        fields = [pa.field(name, own.type, nullable=name in gaps) for name, own in columns.items()]
         fields += [pa.field(name, own.type) for name, own in passed.items()]
         columns |= passed
         made = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
@@ -208,7 +206,7 @@ class Transform:
         def prepare(_: int, part: FilePart) -> tuple[Converted[PreparedRows], int]:
             converted = source.convert(part, skip_bad=skip_bad)
             rows, kept = converted.result
-            prepared = self._with_gaps(self.encode(rows)), kept
+            prepared = self.encode(rows, scored=True), kept
             return replace(converted, result=prepared), converted.count
 
         done = 0
