@@ -144,6 +144,7 @@ def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last)
     for batch, share in zip(whole, shares, strict=True):
         assert rows([batch]) == rows(share)
         sizes = [part.size for part in share]
+        assert {part.total_size for part in share} == {batch.size}
         assert max(sizes) - min(sizes) <= 1
         assert drop_last is False or sizes == [batch_size] * world_size
     sizes = [batch.size for batch in whole]
@@ -192,13 +193,6 @@ def test_batches_that_a_prefetcher_holds_come_again(data, count):
         assert state == plain.state_dict()
         assert prefetcher.samples_held <= count * 101
     assert index == len(batches) - 1
-
-
-def test_batches_know_how_many_samples_all_ranks_have(data):
-    options = {"batch_size": 40, "shuffle": True, "window": 3, "world_size": 3}
-    ranks = [open_loader(data, rank=rank, **options) for rank in range(3)]
-    for shares in zip(*ranks, strict=True):
-        assert {share.total_size for share in shares} == {sum(share.size for share in shares)}
 
 
 def test_resumes_with_another_number_of_ranks(data):

@@ -526,12 +526,9 @@ def test_wrong_options(options, message):
 
 
 def test_wrong_paths(raw, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no: no such file"):
-        quiet(tmp_path / "no", tmp_path / "out")
     (tmp_path / "link.txt").symlink_to(raw)
-    for again in (raw, tmp_path / "link.txt"):
-        with pytest.raises(ValueError, match=r"\.txt is given more than once"):
-            quiet([raw, again], tmp_path / "out")
+    with pytest.raises(ValueError, match=r"\.txt is given more than once"):
+        quiet([raw, tmp_path / "link.txt"], tmp_path / "out")
     with pytest.raises(ValueError, match=r"train.txt is not a directory; give another --output"):
         quiet(raw, raw)
     with pytest.raises(ValueError, match=r"train.txt/out is not a directory"):

@@ -122,10 +122,10 @@ def test_texts_are_compared_as_they_are_written(tmp_path):
         prepare(path, tmp_path, positive="4.1")
 
 
-def test_labels_of_one_value_say_nothing_of_the_other(tmp_path):
-    path = write(tmp_path, ["yes"] * 60)
-    with pytest.raises(ValueError, match=r"but the first rows hold 'yes' \(60\), and a model has"):
-        prepare(path, tmp_path, positive="yes")
+def test_numbers_are_compared_by_their_value(tmp_path):
+    path = write(tmp_path, ["4.0", "5", "3.5"] * 20)
+    assert prepare(path, tmp_path, positive=[4, 5])[0] == [1, 1, 0] * 20
+    assert labels(pa.array(["0.0", "1.00", "0"]), "bought").to_pylist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("missing", ["", None])
@@ -167,12 +167,6 @@ def test_rows_to_score_have_the_same_labels(tmp_path):
     rows, _, numbers = next(iter(transform.read([later], skip_bad=True)))
     assert rows["bought"].to_pylist() == [0, 1] * 20
     assert numbers.tolist()[:4] == [1, 2, 4, 5]
-
-
-def test_numbers_are_compared_by_their_value(tmp_path):
-    path = write(tmp_path, ["4.0", "5", "3.5"] * 20)
-    assert prepare(path, tmp_path, positive=[4, 5])[0] == [1, 1, 0] * 20
-    assert labels(pa.array(["0.0", "1.00", "0"]), "bought").to_pylist() == [0, 1, 0]
 
 
 def test_rows_to_score_may_lack_labels(tmp_path):
@@ -225,6 +219,11 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
         (["1", "2", "3"], {"label": "bought > 3"}, r"all 60 labels are 0 \(.*'bought', 1 if > 3\)"),
         (["1", "2", "3"], {"positive": ">= 2"}, "use --label 'bought >= 2' if all others do"),
         (["1", "2", "3"], {"positive": "9", "negative": "*"}, "all 60 labels are 0"),
+        (
+            ["yes"] * 3,
+            {"positive": "yes"},
+            r"but the first rows hold 'yes' \(60\), and a model has",
+        ),
     ],
 )
 def test_labels_that_can_not_be_made(tmp_path, values, options, message):

@@ -113,16 +113,6 @@ def test_every_value(prepared):
     assert table["tags"].to_pylist() == [[ids[tag] for tag in bag] for bag in bags]
 
 
-def test_blocks_and_chunks_change_nothing(prepared, tmp_path, monkeypatch):
-    directory, _, _ = prepared
-    prepare(directory / "rows.csv", tmp_path / "one")
-    monkeypatch.setattr(learner, "CHUNK_BYTES", 200)
-    prepare(directory / "rows.csv", tmp_path / "chunks", block_bytes=BLOCK)
-    for split, table in read_splits(directory / "out").items():
-        for other in ("one", "chunks"):
-            assert read_splits(tmp_path / other)[split].equals(table)
-
-
 def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
     directory, rows, _ = prepared
     transform = Transform.load(directory / "out")
