@@ -251,6 +251,23 @@ BAD_OPTIONS = [  # of two tables of 10 rows of 16 weights
     ("dynamic", {"half_life": 0}, "half_life is 0; set --dynamic.half_life"),
     ("dynamic", {"chance": 0.0}, "chance is 0.0, it must be above 0, at most 1"),
     ("dynamic", {"cache_share": 2.0}, "cache_share is 2.0, it must be between 0 and 1"),
+    ("tt", {"rank": 0}, "rank must be at least 1, got 0: set --tt.rank 32"),
+    ("tt", {"d": 1}, "at least 2 cores, got d 1: set --tt.d 3"),
+    ("tt", {"d": 10_000}, "at most 63 cores, got d 10000: set --tt.d 3"),
+    (
+        "tt",
+        {"q": [4, 4]},
+        "q is [4, 4], it must have d = 3 factors of at least 1: change --tt.q or",
+    ),
+    ("tt", {"q": [4, -2, -2]}, "q is [4, -2, -2], it must have d = 3 factors of at least 1"),
+    ("tt", {"q": [2, 2, 2]}, "product is 8; it must be the dim, 16: set --tt.q 2 2 4"),
+    ("tt", {"p": [2, 5]}, "p is [2, 5], it must have d = 3 factors of at least 1: change --tt.p"),
+    ("tt", {"p": [1, 3, 3]}, "product is 9; it must be at least the rows of the table, 10: set"),
+    ("tt", {"cache_rows": -1}, "cache_rows is -1: set --tt.cache_rows 0"),
+    ("tt", {"cache_rows": 5, "cache_first": 6}, "6: set --tt.cache_first to a number of ids, 0 or"),
+    ("tt", {"cache_rows": 5, "cache_first": -1}, "cache_first is -1: set --tt.cache_first"),
+    ("tt", {"cache_rows": 5, "cache_window": 0}, "cache_window is 0, it must be at least 1"),
+    ("tt", {"cache_rows": 5, "cache_decay": 1.5}, "cache_decay is 1.5, it must be between 0 and 1"),
     *(("dynamic", {"cache_share": 1.0, **own}, "leave out --dynamic.cache_share") for own in HOST),
 ]
 

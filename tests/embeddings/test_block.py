@@ -50,15 +50,6 @@ def test_the_best_fit_is_the_truncated_svd(rows):
     torch.testing.assert_close(group.rows(0, torch.arange(rows)), u[:, :2] * s[:2] @ v[:2])
 
 
-def test_ids_beyond_those_kept_share_a_row():
-    group = Block([4, 25], 6, dim=2, keep=[9, 5]).double()
-    assert group.weight.shape == (4 + 6, 2)
-    rows = torch.tensor([4, 5, 6, 7, 8, *[9] * 20])
-    expected = group.weight[rows] @ group.projection[1]
-    torch.testing.assert_close(group.rows(1, torch.arange(25)), expected)
-    assert sum(part for table in group.footprint() for part in table.values()) == 8 * (20 + 24)
-
-
 def test_ids_that_share_a_row_are_fitted_together():
     weight = torch.randn(40, 6, dtype=torch.float64)
     kept = torch.cat([weight[:30], weight[30:].mean(0).expand(10, 6)])

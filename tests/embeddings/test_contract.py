@@ -387,6 +387,18 @@ def test_from_dense_with_room_for_all_reproduces(kind):
         torch.testing.assert_close(group.to_dense(table), weight, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("drop", {}), ("block", {"dim": 8}), ("short", {"dim": 8})]
+)
+def test_ids_beyond_those_kept_share_the_mean_of_their_rows(kind, options):
+    keep, weights = [0, 5, 7, 0], [torch.randn(rows, 8) for rows in SIZES]
+    group = available()[kind].from_dense(weights, keep=keep, **options)
+    for table, (weight, own) in enumerate(zip(weights, keep, strict=True)):
+        rest = weight[own:].mean(0).expand(len(weight[own:]), -1)
+        torch.testing.assert_close(group.to_dense(table), torch.cat([weight[:own], rest]))
+    assert [part["weights"] for part in group.footprint()] == [32 * n for n in (1, 3, 8, 1)]
+
+
 @every_case
 def test_dense_tables_of_other_shapes_are_refused(kind, options):
     group = build(kind, [20, 30], 8, **options)

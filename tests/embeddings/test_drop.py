@@ -5,14 +5,6 @@ from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.drop import Drop
 
 
-def test_rare_ids_share_the_last_row():
-    group = Drop([4, 25], 3, keep=10)
-    assert group.weight.shape == (4 + 11, 3)
-    ids = torch.arange(25)
-    torch.testing.assert_close(group.rows(1, ids), group.weight[4 + ids.clamp(max=10)])
-    torch.testing.assert_close(group.rows(0, ids[:4]), group.weight[:4])
-
-
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_the_rest_may_have_zeros_where_there_is_one(dtype):
     group = Drop([4, 25], 3, keep=[4, 10], shared=False, dtype=dtype)
@@ -31,24 +23,6 @@ def test_the_rest_may_have_zeros_where_there_is_one(dtype):
 def test_zeros_need_rows_of_one_width():
     with pytest.raises(ValueError, match="rows of int4 can't be kept at zero: set shared"):
         Drop([40], 4, keep=20, shared=False, dtype="int4")
-
-
-def test_all_ids_may_share_one_row():
-    group = Drop([25], 3, keep=0)
-    assert torch.equal(group.to_dense(), group.weight.expand(25, 3))
-
-
-def test_fitting_copies_the_head_and_averages_the_tail():
-    weight = torch.randn(25, 3)
-    group = Drop.from_dense([weight], keep=10)
-    assert torch.equal(group.weight[:10], weight[:10])
-    torch.testing.assert_close(group.weight[10], weight[10:].mean(0))
-
-
-def test_tables_of_one_group_keep_numbers_of_their_own():
-    group = Drop([20, 25], 3, keep=[30, 2])
-    assert group.weight.shape == (20 + 3, 3)
-    assert torch.equal(group.rows(1, torch.arange(25)), group.weight[[20, 21, *[22] * 23]])
 
 
 def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():

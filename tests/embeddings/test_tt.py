@@ -335,29 +335,6 @@ def test_the_cache_holds_rows_of_the_train(one_hot):
     torch.testing.assert_close(changed, expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "rank must be at least 1, got 0: set --tt.rank 32"),
-        ({"d": 1}, "at least 2 cores, got d 1: set --tt.d 3"),
-        ({"d": 10_000}, "at most 63 cores, got d 10000: set --tt.d 3"),
-        ({"q": [4, 4]}, "q is .*it must have d = 3 factors.* --tt.q or --tt.d"),
-        ({"q": [4, -2, -2]}, "q is .*factors of at least 1"),
-        ({"q": [2, 2, 2]}, "product is 8; it must be the dim, 16: set --tt.q 2 2 4"),
-        ({"p": [10, 100]}, "p is .*it must have d = 3 factors.* --tt.p or --tt.d"),
-        ({"p": [9, 10, 11]}, "product is 990; .* rows of the table, 1000: set --tt.p 10 10 10"),
-        ({"cache_rows": -1}, "cache_rows is -1: set --tt.cache_rows 0"),
-        ({"cache_rows": 5, "cache_first": 6}, "cache_first is 6: .* at most the 5 --tt.cache_rows"),
-        ({"cache_rows": 5, "cache_first": -1}, "cache_first is -1: set --tt.cache_first"),
-        ({"cache_rows": 5, "cache_window": 0}, "cache_window is 0, it must be at least 1"),
-        ({"cache_rows": 5, "cache_decay": 1.5}, "cache_decay is 1.5, it must be between 0 and 1"),
-    ],
-)
-def test_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        build("tt", [1000, 10], 16, **options)
-
-
 @pytest.mark.parametrize(("rows", "budget"), [(20_000, 900_000), (5_000, 250_000)])
 def test_a_budget_counts_bonds_as_short_as_they_are_cut(rows, budget):
     (options,) = TT.for_budget(Budget([rows], 16, budget), keep=0)
