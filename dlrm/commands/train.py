@@ -76,7 +76,8 @@ class Run:
         sizes = size, config.eval_batch_size
         options = asdict(config.loader) | {"seed": config.seed, "device": device}
         self.loaders = RunLoaders(world, *sizes, config.negatives, config.group, options)
-        self.train_data = self.loaders.training(config.data, days=bool(config.follow))
+        data = config.data, pace.epochs(config, meta), config.follow
+        self.train_data = self.loaders.training(*data)
         held_out = self.loaders.held_out(config.data, meta)  # opened now, so that damage is seen
 
         ids = IdStatistics(config.data, meta)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Thread
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +20,32 @@ Run = Sequence[tuple[Batch, int]]
 """Consecutive batches, each with a position, that were made together."""
 
 Queued = tuple[Run, torch.cuda.Event]
+Made = TypeVar("Made")
+
+
+def make_ahead(
+    runs: Iterator[Made],
+    thread: ThreadPoolExecutor,
+    most: int,
+    waited: Callable[[float], None],
+) -> Iterator[Made]:
+    """Yield runs that one other ``thread`` makes, so many ahead of the consumer at ``most``.
+
+    Making them calls PyTorch and CUDA many times, and each call may wait for the interpreter's lock
+    while row groups are decoded: the consumer would not launch its steps in time. How many seconds
+    it has ``waited`` for a run is reported.
+    """
+    thread.submit(use_one_core).result()
+    pending: deque[Future[Made | None]] = deque()
+    while True:
+        while len(pending) <= most:
+            pending.append(thread.submit(next, runs, None))
+        began = time.perf_counter()
+        run = pending.popleft().result()
+        waited(time.perf_counter() - began)
+        if run is None:
+            return
+        yield run
 
 
 def queue_on_device(runs: Iterator[Run], device: torch.device) -> Iterator[Queued]:

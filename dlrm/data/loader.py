@@ -5,40 +5,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 import weakref
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.device_prefetch import Run, queue_on_device, receive, use_one_core
+from dlrm.data.device_prefetch import Run, make_ahead, queue_on_device, receive
 from dlrm.data.negatives import sample_negatives
 from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import (
     ORDER_BYTES,
+    RowOrder,
     Shard,
     ShuffleGroup,
     require_positive,
-    shuffle_groups,
     shuffle_memory,
     windows_within,
 )
-from dlrm.data.shuffle_buffer import ShuffleBuffer, gather
+from dlrm.data.shuffle_buffer import ShuffleBuffer, StoredRows, gather, gather_run
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
 
 ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows, on a CPU
 BYTES_AT_ONCE = 16 << 20
 """Of rows that are gathered together on a GPU, as launches take longer than what they copy."""
-Made = TypeVar("Made")
 
 
 class Reading(TypedDict, total=False):
@@ -58,6 +54,9 @@ class Reading(TypedDict, total=False):
     default 4."""
     allow_outside: bool
     """Whether ``meta.json`` may list files outside of the directory; by default not."""
+    epochs: int
+    """Epochs that follow one another, the first one being 0, by default 1: during the last batches
+    of each, the first rows of the next are read."""
 
 
 class BatchLoader:
@@ -130,7 +129,7 @@ class BatchLoader:
         if unknown := reading.keys() - Reading.__annotations__:
             raise TypeError(f"a loader has no option {', '.join(sorted(unknown))}")
         window, readers, shard = reading.get("window"), reading.get("readers"), shard or Shard()
-        self.prefetch = reading.get("prefetch", 4)
+        self.prefetch, self._epochs = reading.get("prefetch", 4), reading.get("epochs", 1)
         require_positive(
             batch_size=batch_size, window=window, readers=readers, prefetch=self.prefetch
         )
@@ -163,12 +162,14 @@ class BatchLoader:
         else:
             self.windows = -(-len(self._row_groups) // window)
 
-        self._resident: ShuffleBuffer | None = None  # the only window, kept for the next epoch
+        self._resident: StoredRows | None = None  # of the only window, kept for the next epoch
         self.wait_seconds = 0.0
         self.epoch = 0
         self._position = 0  # rows of the epoch yielded so far, over all ranks
         self._start = 0  # first row of the next iteration
         self._iteration: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._ahead: Generator[Run, None, None] | None = None  # the runs of a coming epoch, and on
+        self._coming = 0  # that epoch
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on every rank."""
@@ -182,8 +183,10 @@ class BatchLoader:
         return epochs * min(self.rows, len(self) * size) + rest * size
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
         start, self._start = self._start, 0
+        self._end_iteration()
+        if self._coming != self.epoch or start:
+            self.close()
         self._position = start
         iteration = self._iterate(start)
         self._iteration = weakref.ref(iteration)
@@ -200,11 +203,18 @@ class BatchLoader:
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}, it must not be negative")
         if epoch != self.epoch:
-            self.close()
+            self._end_iteration()
             self.epoch, self._position, self._start = epoch, 0, 0
 
     def close(self) -> None:
         """End the current iteration and its threads, as an abandoned iterator does by itself."""
+        self._end_iteration()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _end_iteration(self) -> None:
+        """End the current iteration; what a complete one has read of the next epoch is kept."""
         iteration = self._iteration() if self._iteration is not None else None
         if iteration is not None:
             iteration.close()
@@ -279,56 +289,52 @@ class BatchLoader:
             "windows": self.windows if self.shuffle else None,
         }
 
-    def _shares(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """First row and last row + 1 of this rank in each global batch, and the batch's end."""
-        for first in range(start, self.rows, self.global_batch):
-            rows = min(self.global_batch, self.rows - first)
-            if rows < self.global_batch and self.drop_last:
-                return
-            yield *self.shard.of(first, rows), first + rows
-
     def _iterate(self, start: int) -> Generator[Batch, None, None]:
+        ahead = self._ahead or self._read_ahead(self.epoch, start)
+        self._ahead = None
+        end = min(self.rows, len(self) * self.global_batch)
+        try:
+            while self._position < end:
+                for batch, position in next(ahead):
+                    total, self._position = position - self._position, position
+                    yield replace(batch, total=total)
+        except BaseException:  # also if the iteration is abandoned
+            ahead.close()
+            raise
+
+        # The end of the last epoch ends the threads.
+        self._coming = self.epoch + 1
+        if self._coming < self._epochs:
+            self._ahead = ahead
+        else:
+            ahead.close()
+
+    def _read_ahead(self, epoch: int, start: int) -> Generator[Run, None, None]:
+        """Runs of batches from a row of an epoch on, and of all epochs that follow."""
         # The readers end first, which cancels what the assembler waits for.
         with (
             thread_pool(1, "batch-assembler") as assembler,
             thread_pool(self.readers, "parquet-reader") as readers,
         ):
-            runs = self._runs(start, readers)
+            runs = self._runs(epoch, start, readers)
+            by = assembler, self.prefetch, self._waited
             if self._on_gpu:
-                queued = self._made_ahead(queue_on_device(runs, self.device), assembler)
-                runs = receive(queued, self.device)
+                queued = queue_on_device(runs, self.device)
+                yield from receive(make_ahead(queued, *by), self.device)
             else:
-                runs = self._made_ahead(runs, assembler)
-            for batch, position in chain.from_iterable(runs):
-                total, self._position = position - self._position, position
-                yield replace(batch, total=total)
+                yield from make_ahead(runs, *by)
 
-    def _made_ahead(self, runs: Iterator[Made], assembler: ThreadPoolExecutor) -> Iterator[Made]:
-        """Yield runs that one other thread makes, ahead of the consumer.
+    def _waited(self, seconds: float) -> None:
+        self.wait_seconds += seconds
 
-        Making them calls PyTorch and CUDA many times, and each call may wait for the interpreter's
-        lock while row groups are decoded: the consumer would not launch its steps in time.
-        """
-        assembler.submit(use_one_core).result()
-        pending: deque[Future[Made | None]] = deque()
-        while True:
-            while len(pending) <= self.prefetch:
-                pending.append(assembler.submit(next, runs, None))
-            began = time.perf_counter()
-            run = pending.popleft().result()
-            self.wait_seconds += time.perf_counter() - began
-            if run is None:
-                return
-            yield run
-
-    def _runs(self, start: int, readers: ThreadPoolExecutor) -> Iterator[Run]:
+    def _runs(self, epoch: int, start: int, readers: ThreadPoolExecutor) -> Iterator[Run]:
         """Runs of batches that are gathered in the launches of one, with their positions."""
         run: list[tuple[ShuffleBuffer, int, int]] = []  # first row, position after the batch
         at_once = ROWS_AT_ONCE
         if self._on_gpu:
             columns = 1 + len(self.meta.dense) + len(self.meta.categorical)
             at_once = max(at_once, BYTES_AT_ONCE // (4 * columns))
-        for buffers, first, last, position in self._buffered(start, readers):
+        for buffers, first, last, position in self._buffered(epoch, start, readers):
             for buffer in buffers:
                 buffer.copy_arrived()
 
@@ -337,57 +343,53 @@ class BatchLoader:
             full = len(mine) == 1 and last - first == self.batch_size and not self.meta.multi_hot
             more = full and len(run) * self.batch_size < at_once
             if run and not (more and mine[0] is run[0][0]):
-                yield _gather(run, self.batch_size)
+                yield gather_run(run, self.batch_size)
                 run = []
 
             for buffer in mine:
                 buffer.wait()
             if self.shuffle and self.windows == 1 and mine:
-                self._resident = mine[0]
+                self._resident = mine[0].stored
             if full:
                 run.append((mine[0], first, position))
                 continue
             yield [(gather(self._reader, mine, first, last, self.device), position)]
         if run:
-            yield _gather(run, self.batch_size)
+            yield gather_run(run, self.batch_size)
 
-    def _buffer(self, group: ShuffleGroup, readers: ThreadPoolExecutor) -> ShuffleBuffer:
-        """The buffer of a window: the one of the last epoch, if it holds all rows."""
-        if self._resident is not None and len(group.row_groups) == len(self._row_groups):
-            self._resident.reorder(group, readers)
-            return self._resident
-        staged = self.readers + 4  # some to decode, and some to copy
-        return ShuffleBuffer(group, self._reader, readers, self.device, staged)
+    def _buffer(
+        self, group: ShuffleGroup, before: Sequence[ShuffleBuffer], readers: ThreadPoolExecutor
+    ) -> ShuffleBuffer:
+        """The buffer of a window. If it holds all rows, they are those of the epoch before."""
+        stored = before[-1].stored if before else self._resident
+        if stored is None or self.windows > 1 or not self.shuffle:
+            staged = self.readers + 4  # some to decode, and some to copy
+            stored = StoredRows(group.row_groups, self._reader, readers, self.device, staged)
+        return ShuffleBuffer(group, stored, readers)
 
     def _buffered(
-        self, start: int, readers: ThreadPoolExecutor
+        self, epoch: int, start: int, readers: ThreadPoolExecutor
     ) -> Iterator[tuple[Sequence[ShuffleBuffer], int, int, int]]:
         """Each of this rank's shares with the buffers from its first row on, some read ahead."""
-        seed = (self.seed, self.epoch) if self.shuffle else None
-        dealt = shuffle_groups(self._row_groups, self.windows, seed)
-        groups = self._needed(start, dealt)
-        # buffers beyond the batch that keep all readers busy
-        ahead = -(-self.readers * len(dealt) // len(self._row_groups))
+        order = RowOrder(
+            row_groups=self._row_groups,
+            windows=self.windows,
+            seed=self.seed if self.shuffle else None,
+            shard=self.shard,
+            batch_size=self.global_batch,
+            drop_last=self.drop_last,
+            epochs=self._epochs,
+        )
+        groups = order.groups(epoch, start)
+        # buffers beyond the batch that keep all readers busy; at most those of an epoch
+        windows = self.windows if self.shuffle else len(self._row_groups)
+        ahead = min(-(-self.readers * windows // len(self._row_groups)), windows)
         buffers: deque[ShuffleBuffer] = deque()
-        for first, last, position in self._shares(start):
+        for first, last, position in order.shares(epoch, start):
             while buffers and buffers[0].group.stop <= first:
                 buffers.popleft()
             while sum(buffer.group.start >= last for buffer in buffers) < ahead and (
                 group := next(groups, None)
             ):
-                buffers.append(self._buffer(group, readers))
+                buffers.append(self._buffer(group, buffers, readers))
             yield buffers, first, last, position
-
-    def _needed(self, start: int, groups: Sequence[ShuffleGroup]) -> Iterator[ShuffleGroup]:
-        """The groups that hold rows of this rank, in order."""
-        done, starts = 0, [group.start for group in groups]
-        for first, last, _ in self._shares(start):
-            begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
-            yield from groups[max(begin, done) : end]
-            done = max(end, done)
-
-
-def _gather(run: Sequence[tuple[ShuffleBuffer, int, int]], size: int) -> Run:
-    """Batches of one buffer: it, the first row of each, and the position after each."""
-    sources, firsts, positions = zip(*run, strict=True)
-    return list(zip(sources[0].batches(firsts, size), positions, strict=True))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ class ShuffleGroup:
     """Row groups that are shuffled together, and their position in the epoch."""
 
     start: int
-    """Rows of the epoch before them."""
+    """Rows before them, of all epochs."""
     row_groups: tuple[RowGroup, ...]
     seed: tuple[int, ...] | None
     """Seed of the order of the rows; None keeps that of the file, for a single row group."""
@@ -35,16 +37,16 @@ class ShuffleGroup:
 
     @property
     def stop(self) -> int:
-        """Rows of the epoch up to the end of this group."""
+        """Rows up to the end of this group."""
         return self.start + self.rows
 
     def between(self, first: int, last: int) -> slice:
-        """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group."""
+        """Rows ``first`` to ``last - 1`` of all epochs as far as they are in this group."""
         return slice(max(first, self.start) - self.start, min(last, self.stop) - self.start)
 
 
 def shuffle_groups(
-    row_groups: Sequence[RowGroup], windows: int, seed: tuple[int, ...] | None
+    row_groups: Sequence[RowGroup], windows: int, seed: tuple[int, ...] | None, start: int = 0
 ) -> list[ShuffleGroup]:
     """Divide the row groups of an epoch into ``windows`` groups that are shuffled one by one.
 
@@ -56,6 +58,7 @@ def shuffle_groups(
         row_groups: in file order.
         windows: number of groups, at most one for each row group.
         seed: seed of the order; None keeps the order of the file, one group for each row group.
+        start: first row of the first group.
 
     Returns:
         The groups in the order in which they are read.
@@ -72,7 +75,7 @@ def shuffle_groups(
                 dealt[owner].append(row_group)
 
     # Each has a seed of its own.
-    groups, start = [], 0
+    groups = []
     for index, chosen in enumerate(dealt):
         group = ShuffleGroup(
             start=start,
@@ -112,6 +115,60 @@ class Shard:
         share, extra = divmod(rows, self.world_size)
         start = first + self.rank * share + min(self.rank, extra)
         return start, start + share + (self.rank < extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """The order of the rows in all epochs, which are numbered through, and where batches begin."""
+
+    row_groups: Sequence[RowGroup]
+    """In file order."""
+    windows: int
+    """See :func:`shuffle_groups`."""
+    seed: int | None
+    """Seed of all epochs; None keeps the order of the file."""
+    shard: Shard
+    """The part of each global batch that a process takes."""
+    batch_size: int
+    """Rows of a global batch."""
+    drop_last: bool
+    """Leave out the last global batch of an epoch if it is short."""
+    epochs: int
+    """Those that follow one another, the first one being 0."""
+
+    def shares(self, epoch: int, start: int) -> Iterator[tuple[int, int, int]]:
+        """First row and last row + 1 of the shard in each global batch from a row of an epoch on,
+        and the batch's end in its epoch."""
+        yield from self._shares(epoch, start)
+        for following in range(epoch + 1, self.epochs):
+            yield from self._shares(following, 0)
+
+    def groups(self, epoch: int, start: int) -> Iterator[ShuffleGroup]:
+        """The groups that hold the rows of :meth:`shares`, in order."""
+        yield from self._groups(epoch, start)
+        for following in range(epoch + 1, self.epochs):
+            yield from self._groups(following, 0)
+
+    @cached_property
+    def _rows(self) -> int:
+        return sum(row_group.rows for row_group in self.row_groups)
+
+    def _shares(self, epoch: int, start: int) -> Iterator[tuple[int, int, int]]:
+        before = epoch * self._rows
+        for first in range(start, self._rows, self.batch_size):
+            rows = min(self.batch_size, self._rows - first)
+            if rows < self.batch_size and self.drop_last:
+                return
+            yield *self.shard.of(before + first, rows), first + rows
+
+    def _groups(self, epoch: int, start: int) -> Iterator[ShuffleGroup]:
+        seed = None if self.seed is None else (self.seed, epoch)
+        groups = shuffle_groups(self.row_groups, self.windows, seed, epoch * self._rows)
+        done, starts = 0, [group.start for group in groups]
+        for first, last, _ in self._shares(epoch, start):
+            begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
+            yield from groups[max(begin, done) : end]
+            done = max(end, done)
 
 
 @dataclass(frozen=True, kw_only=True)

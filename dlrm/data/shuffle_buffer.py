@@ -12,79 +12,58 @@ import torch
 from torch import Tensor
 
 from dlrm.data.batch import Batch, concatenate
+from dlrm.data.device_prefetch import Run
 from dlrm.data.multi_hot import FixedBags, RaggedBags, StagedBags, by_feature, take
 from dlrm.data.parquet import RowGroup, RowGroupReader
 from dlrm.data.rows import as_batch, empty_batch, fill, new_columns
 from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
 
 
-class ShuffleBuffer:
-    """The rows of a shuffle group on a device, filled by the reader threads of a pool, which have
-    so many row groups ``staged`` in host memory at a time.
+class StoredRows:
+    """Rows of row groups on a device, in the order of the files, filled by the reader threads of a
+    pool, which have so many row groups ``staged`` in host memory at a time.
 
     One thread must make all calls, on one stream.
     """
 
     def __init__(
         self,
-        group: ShuffleGroup,
+        row_groups: Sequence[RowGroup],
         reader: RowGroupReader,
         pool: ThreadPoolExecutor,
         device: torch.device,
         staged: int,
     ) -> None:
-        self._reader = reader
+        self.row_groups = tuple(row_groups)
+        self.rows = sum(row_group.rows for row_group in row_groups)
+        self.reader = reader
+        self.device = device
         self._pool = pool
-        self._device = device
         self._staged = staged
 
-        self._unread = deque(zip(group.row_groups, self._arrange(group), strict=True))
+        self._unread = deque(row_groups)
         self._reads: deque[Future[tuple[list[Tensor], StagedBags | None]]] = deque()
-        self._rows: list[Tensor] = []  # see new_columns
-        self._bags: FixedBags | RaggedBags | None = None
+        self.columns: list[Tensor] = []  # see new_columns
+        self.bags: FixedBags | RaggedBags | None = None
         self._arrived = self._submitted = 0  # rows
 
-        # Ids of each row in each ragged feature, in the order of the file.
-        ragged = reader.meta.lengths.count(None)
-        self._lengths = np.empty((ragged, group.rows), np.int32)
-        self._ordered_lengths = self._lengths if group.seed is None else self._lengths.copy()
-        self._ordered: list[Future[None]] = []
+        # Ids of each row in each ragged feature.
+        self.lengths = np.empty((reader.meta.lengths.count(None), self.rows), np.int32)
 
         self._read_more()
 
-    def reorder(self, group: ShuffleGroup, pool: ThreadPoolExecutor) -> None:
-        """Change the order of the rows to that of ``group``, which has the same row groups."""
-        self._ordered, first = [], 0
-        for mix in self._arrange(group):
-            if mix is not None:
-                self._ordered.append(pool.submit(self._write_order, mix, first))
-                first += mix.rows
-
-    def _arrange(self, group: ShuffleGroup) -> list[Interleave] | list[None]:
-        """Make room for the order of ``group``, and return how its row groups are mixed."""
-        self.group = group
-        self._order: Tensor | None = None
-        if group.seed is not None:
-            kind = torch.int32 if group.rows < 2**31 else torch.int64
-            pinned = self._device.type == "cuda"
-            self._order = torch.empty(group.rows, dtype=kind, pin_memory=pinned)
-        return interleave(group)
-
-    def _write_order(self, mix: Interleave, first: int) -> None:
-        """Write the rows of a row group, from ``first`` on in file order, to their positions."""
-        assert self._order is not None
-        rows, positions = first + mix.permutation(), mix.positions()
-        self._order.numpy()[positions] = rows
-        for lengths, ordered in zip(self._lengths, self._ordered_lengths, strict=True):
-            ordered[positions] = lengths[rows]
+    @property
+    def complete(self) -> bool:
+        """Whether all rows have arrived."""
+        return self._arrived == self.rows
 
     def _read_more(self) -> None:
         """Start reading until the allowed number of row groups is in host memory."""
         # Pinned by this thread, which makes all calls to CUDA.
-        pinned, reader = self._device.type == "cuda", self._reader
+        pinned, reader = self.device.type == "cuda", self.reader
         while self._unread and len(self._reads) < self._staged:
-            row_group, mix = self._unread.popleft()
-            rows = new_columns(reader, row_group.rows, pinned=pinned)
+            row_group = self._unread.popleft()
+            columns = new_columns(reader, row_group.rows, pinned=pinned)
             bags = None
             if reader.meta.multi_hot:
                 bags = StagedBags(
@@ -95,26 +74,19 @@ class ShuffleBuffer:
                     pinned=pinned,
                 )
 
-            read = self._pool.submit(self._read, row_group, mix, self._submitted, rows, bags)
+            read = self._pool.submit(self._read, row_group, self._submitted, columns, bags)
             self._reads.append(read)
             self._submitted += row_group.rows
 
     def _read(
-        self,
-        row_group: RowGroup,
-        mix: Interleave | None,
-        first: int,
-        out: list[Tensor],
-        bags: StagedBags | None,
+        self, row_group: RowGroup, first: int, out: list[Tensor], bags: StagedBags | None
     ) -> tuple[list[Tensor], StagedBags | None]:
-        """Read a row group in file order; ``first`` is the number of its first row."""
-        rows = self._reader.read(row_group)
+        """Read a row group; ``first`` is the number of its first row."""
+        rows = self.reader.read(row_group)
         fill(out, rows)
         if bags is not None:
             bags.fill(rows.ids, rows.offsets)
-            self._lengths[:, first : first + row_group.rows] = bags.lengths.numpy()
-        if mix is not None:
-            self._write_order(mix, first)
+            self.lengths[:, first : first + row_group.rows] = bags.lengths.numpy()
         return out, bags
 
     def copy_arrived(self) -> None:
@@ -126,37 +98,8 @@ class ShuffleBuffer:
             self._store(*self._reads.popleft().result())
             self._read_more()
 
-    def _store(self, read: Sequence[Tensor], staged: StagedBags | None) -> None:
-        """Append the rows of a row group."""
-        rows = [values.to(self._device, non_blocking=True) for values in read]
-        here = slice(self._arrived, self._arrived + rows[0].shape[1])
-        self._arrived = here.stop
-
-        if staged is not None:
-            if self._bags is None:
-                self._bags = self._make_bags(staged.values.dtype)
-            self._bags.append(staged, here)
-        if len(self.group.row_groups) == 1:
-            self._rows = rows
-            return
-
-        if not self._rows:
-            self._rows = [values.new_empty((len(values), self.group.rows)) for values in rows]
-        for all_values, values in zip(self._rows, rows, strict=True):
-            all_values[:, here] = values
-
-    def _make_bags(self, dtype: torch.dtype) -> FixedBags | RaggedBags:
-        """Allocate room for the ids of all rows of multi-hot data."""
-        meta = self._reader.meta
-        rows = self.group.rows
-        if meta.bag_sizes is not None:
-            return FixedBags(meta.bag_sizes, rows, dtype=dtype, device=self._device)
-        counts = map(self._reader.num_ids, self.group.row_groups)
-        room = [sum(feature) for feature in zip(*counts, strict=True)]
-        return RaggedBags(meta.lengths, rows, room, dtype=dtype, device=self._device)
-
     def wait(self) -> None:
-        """Wait until all rows have been read; here errors of the readers are raised.
+        """Wait until all rows have been read.
 
         Raises:
             ValueError: a row group is damaged or holds an invalid value.
@@ -164,10 +107,95 @@ class ShuffleBuffer:
         while self._reads:
             self._reads[0].result()
             self.copy_arrived()
-        for ordered in self._ordered:
-            ordered.result()
-        if self._order is not None and self._order.device != self._device:
-            self._order = self._order.to(self._device, non_blocking=True)
+
+    def _store(self, read: Sequence[Tensor], staged: StagedBags | None) -> None:
+        """Append the rows of a row group."""
+        columns = [values.to(self.device, non_blocking=True) for values in read]
+        here = slice(self._arrived, self._arrived + columns[0].shape[1])
+        self._arrived = here.stop
+
+        if staged is not None:
+            if self.bags is None:
+                self.bags = self._make_bags(staged.values.dtype)
+            self.bags.append(staged, here)
+        if len(self.row_groups) == 1:
+            self.columns = columns
+            return
+
+        if not self.columns:
+            self.columns = [values.new_empty((len(values), self.rows)) for values in columns]
+        for all_values, values in zip(self.columns, columns, strict=True):
+            all_values[:, here] = values
+
+    def _make_bags(self, dtype: torch.dtype) -> FixedBags | RaggedBags:
+        """Allocate room for the ids of all rows of multi-hot data."""
+        meta = self.reader.meta
+        if meta.bag_sizes is not None:
+            return FixedBags(meta.bag_sizes, self.rows, dtype=dtype, device=self.device)
+        counts = map(self.reader.num_ids, self.row_groups)
+        room = [sum(feature) for feature in zip(*counts, strict=True)]
+        return RaggedBags(meta.lengths, self.rows, room, dtype=dtype, device=self.device)
+
+
+class ShuffleBuffer:
+    """The rows of a shuffle group in its order, which threads of a pool write. Several groups, one
+    epoch after another, may share the rows.
+
+    One thread must make all calls, on one stream.
+    """
+
+    def __init__(self, group: ShuffleGroup, stored: StoredRows, pool: ThreadPoolExecutor) -> None:
+        self.group = group
+        self.stored = stored
+        self._pool = pool
+
+        self._mixes = interleave(group)
+        self._order: Tensor | None = None
+        self._lengths = stored.lengths  # in this order
+        if group.seed is not None:
+            kind = torch.int32 if group.rows < 2**31 else torch.int64
+            pinned = stored.device.type == "cuda"
+            self._order = torch.empty(group.rows, dtype=kind, pin_memory=pinned)
+            self._lengths = np.empty_like(stored.lengths)
+        self._writes: list[Future[None]] = []
+        self._write_order()
+
+    def _write_order(self) -> None:
+        """Start to write the order, in which the lengths of bags are arranged too, if there are."""
+        if self._lengths.size and not self.stored.complete:
+            return
+        mixes, self._mixes = self._mixes, []
+        first = 0
+        for mix in mixes:
+            if mix is not None:
+                self._writes.append(self._pool.submit(self._write, mix, first))
+                first += mix.rows
+
+    def _write(self, mix: Interleave, first: int) -> None:
+        """Write the rows of a row group, from ``first`` on in file order, to their positions."""
+        assert self._order is not None
+        rows, positions = first + mix.permutation(), mix.positions()
+        self._order.numpy()[positions] = rows
+        for lengths, ordered in zip(self.stored.lengths, self._lengths, strict=True):
+            ordered[positions] = lengths[rows]
+
+    def copy_arrived(self) -> None:
+        """See :meth:`StoredRows.copy_arrived`."""
+        self.stored.copy_arrived()
+        self._write_order()
+
+    def wait(self) -> None:
+        """Wait until all rows have been read, and their order is written.
+
+        Raises:
+            ValueError: a row group is damaged or holds an invalid value.
+        """
+        self.stored.wait()
+        self._write_order()
+        while self._writes:
+            self._writes.pop().result()
+        if self._order is not None and self._order.device != self.stored.device:
+            self._order = self._order.to(self.stored.device, non_blocking=True)
 
     def batch(self, first: int, last: int) -> Batch:
         """Gather rows ``first`` to ``last - 1`` of the epoch, as far as they are in this group.
@@ -176,18 +204,18 @@ class ShuffleBuffer:
         """
         part = self.group.between(first, last)
         (batch,) = self._gather(part, part.stop - part.start, 0)
-        if self._bags is None:
+        bags, meta = self.stored.bags, self.stored.reader.meta
+        if bags is None:
             return batch
 
         index = part if self._order is None else self._order[part]
-        if isinstance(self._bags, FixedBags):
-            return replace(batch, ids=self._bags.take(index))
+        if isinstance(bags, FixedBags):
+            return replace(batch, ids=bags.take(index))
 
         # The host knows the number of ids, so it need not wait for the device.
-        ragged = iter(self._ordered_lengths[:, part].sum(1, dtype=np.int64).tolist())
-        sizes = self._reader.meta.lengths
-        counts = [next(ragged) if size is None else size * batch.size for size in sizes]
-        ids, offsets, bounds = self._bags.take(index, counts)
+        ragged = iter(self._lengths[:, part].sum(1, dtype=np.int64).tolist())
+        counts = [next(ragged) if size is None else size * batch.size for size in meta.lengths]
+        ids, offsets, bounds = bags.take(index, counts)
         return replace(batch, ids=ids, offsets=offsets, bounds=bounds)
 
     def batches(self, firsts: Sequence[int], size: int) -> list[Batch]:
@@ -198,12 +226,12 @@ class ShuffleBuffer:
 
     def _gather(self, part: slice, size: int, apart: int) -> list[Batch]:
         """Gather batches of ``size`` rows without bags, whose starts are ``apart`` rows apart."""
-        meta = self._reader.meta
+        meta = self.stored.reader.meta
         index: Tensor | slice = part if self._order is None else self._order[part]
 
         # A single batch takes few calls, as each may wait for the threads that read.
         if isinstance(index, Tensor) and len(index) == size:
-            return [as_batch([take(values, index, 1) for values in self._rows], meta)]
+            return [as_batch([take(values, index, 1) for values in self.stored.columns], meta)]
 
         def split(values: Tensor, apart: int) -> Tensor:
             """``[..., rows]`` as one contiguous matrix for each batch, ``[batches, ..., size]``."""
@@ -213,7 +241,7 @@ class ShuffleBuffer:
 
         if isinstance(index, Tensor):
             index, apart = split(index, apart).view(-1), size
-        columns = [split(take(values, index, 1), apart) for values in self._rows]
+        columns = [split(take(values, index, 1), apart) for values in self.stored.columns]
         return [as_batch(of_batch, meta) for of_batch in zip(*columns, strict=True)]
 
 
@@ -231,3 +259,10 @@ def gather(
     batch = concatenate([buffer.batch(first, last) for buffer in buffers])
     bag_sizes = reader.meta.bag_sizes
     return batch if bag_sizes is None else by_feature(batch, bag_sizes)
+
+
+def gather_run(run: Sequence[tuple[ShuffleBuffer, int, int]], size: int) -> Run:
+    """Gather batches of ``size`` rows of one buffer: it, the first row of each, and the position
+    after each."""
+    buffers, firsts, positions = zip(*run, strict=True)
+    return list(zip(buffers[0].batches(firsts, size), positions, strict=True))

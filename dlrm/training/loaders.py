@@ -46,20 +46,23 @@ class RunLoaders(NamedTuple):
     options: Mapping[str, Any]
     """More arguments of ``BatchLoader``."""
 
-    def training(self, data: str, *, days: bool = False) -> BatchLoader | DayLoader:
+    def training(
+        self, data: str, epochs: int, follow: str | None = None
+    ) -> BatchLoader | DayLoader:
         """The loader of the training rows of a prepared directory.
 
         Args:
             data: the directory.
-            days: whether the days next to it follow.
+            epochs: how often they are read.
+            follow: if it is given, the days next to the directory follow, each read once.
 
         Raises:
             ValueError: the processes can't share a batch evenly, or there is none to train on; or
                 as ``BatchLoader``.
         """
-        if days:
+        if follow is not None:
             return DayLoader(Path(data), partial(self._open, negatives=self.negatives))
-        return self._open(data, negatives=self.negatives)
+        return self._open(data, negatives=self.negatives, epochs=epochs)
 
     def held_out(self, data: str, meta: Meta) -> HeldOutRows:
         """The validation and the test rows of a prepared directory, where there are any."""

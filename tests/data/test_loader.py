@@ -13,6 +13,7 @@ import torch
 
 from dlrm.data import loader as loader_module
 from dlrm.data import shuffle
+from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
 from dlrm.training.prefetch import Prefetcher
@@ -358,6 +359,69 @@ def test_threads_end_with_the_iteration(data):
     assert not readers()
     with pytest.raises(StopIteration):
         next(iteration)
+
+
+@pytest.mark.parametrize("window", [20, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_next_epoch_is_read_during_the_last_batches(data, monkeypatch, window, rank):
+    read, reads = RowGroupReader.read, []
+
+    def counted(self, row_group):
+        reads.append(row_group.index)
+        return read(self, row_group)
+
+    options = {"batch_size": 33, "shuffle": True, "window": window, "world_size": 2, "rank": rank}
+    fresh = open_loader(data, **options)
+    expected = []
+    for epoch in range(5):
+        fresh.set_epoch(epoch)
+        expected.append(list(fresh))
+
+    monkeypatch.setattr(RowGroupReader, "read", counted)
+    loader = open_loader(data, readers=2, epochs=4, **options)
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        assert same(list(loader), expected[epoch])
+        assert bool(readers()) is (epoch < 3)
+    assert len(reads) == (16 if window == 20 else 4 * 16)
+
+    # What was read ahead is of no use to another epoch, to the same one, or once it is closed.
+    for epoch in (0, 2, 2, 4):
+        loader.set_epoch(epoch)
+        assert same(list(loader), expected[epoch])
+    loader.set_epoch(0)
+    list(loader)
+    state = loader.state_dict()
+    loader.close()
+    assert not readers()
+    loader.load_state_dict(state)
+    assert not list(loader)
+    loader.set_epoch(1)
+    assert same(list(loader), expected[1])
+    loader.close()
+
+
+def test_an_error_in_the_next_epoch_is_raised_there(data, monkeypatch):
+    read, reads = RowGroupReader.read, []
+
+    def damaged(self, row_group):
+        reads.append(row_group.index)
+        if len(reads) > 16:
+            raise ValueError("damaged")
+        return read(self, row_group)
+
+    monkeypatch.setattr(RowGroupReader, "read", damaged)
+    loader = open_loader(data, batch_size=100, shuffle=True, window=3, readers=1, epochs=2)
+    assert len(list(loader)) == 10
+    assert len(reads) > 16
+    loader.set_epoch(1)
+    with pytest.raises(ValueError, match="damaged"):
+        list(loader)
+    assert not readers()
+
+
+def test_new_iteration_ends_the_one_before(data):
+    loader = open_loader(data, batch_size=10)
     before = iter(loader)
     next(before)
     assert len(list(loader)) == 100, "a new iteration ends the one before"

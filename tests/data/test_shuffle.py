@@ -185,14 +185,14 @@ def test_a_device_reads_a_single_window_once(data, monkeypatch):
 
 def test_only_some_row_groups_wait_in_host_memory_for_a_device(data, monkeypatch):
     submitted = []
-    buffer = loader_module.ShuffleBuffer
+    stored = loader_module.StoredRows
 
-    class Counted(buffer):
+    class Counted(stored):
         def _read_more(self):
             super()._read_more()
             submitted.append(len(self._reads))
 
-    monkeypatch.setattr(loader_module, "ShuffleBuffer", Counted)
+    monkeypatch.setattr(loader_module, "StoredRows", Counted)
     order(open_loader(data, batch_size=300, shuffle=True, readers=2))
     assert max(submitted) == 6
 
