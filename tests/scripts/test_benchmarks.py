@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from math import inf, log, nan
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,27 @@ def test_losses_of_several_processes_are_those_of_one(tmp_path):
     # On four, a process sends 1.5 times what it sends on two.
     added = two["ms"] - two["scaling"] * two["ms"]
     assert two["predicted"]["4"]["ms"] == pytest.approx(two["ms"] + added / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [6912, 65536])
+def test_two_gpus_predict_what_four_took(size):
+    """On DLRM-DCNv2, of which four cut the table with most look-ups by columns."""
+    case, folder = run.load("distributed"), Path(__file__).parents[2] / "benchmarks"
+    two, four = (
+        next(
+            row
+            for row in json.loads((folder / f"distributed_{name}.json").read_text())["results"]
+            if (row["model"], row["batch_per_gpu"], row["gpus"]) == ("mlperf", size, gpus)
+        )
+        for name, gpus in [("two_h200", 2), ("mlperf_4xh200", 4)]
+    )
+    mlperf = case.Case(model="mlperf")
+    ids = [mlperf.ids_received(gpus, 40_000_000, 150 << 30) for gpus in (2, 4)]
+    given = two["ms"] * two["scaling"], two["ms"], 2, 4
+    plain, model = (case.predicted_ms(*given, size * n) for n in (0, ids[1] - ids[0]))
+    assert plain < 0.95 * four["ms"]
+    assert model == pytest.approx(four["ms"], rel=0.03)
+    assert two["predicted"]["4"]["ms"] == pytest.approx(model, rel=0.001)
 
 
 def test_one_process_is_not_several(capsys):
