@@ -341,12 +341,10 @@ class Learner:
         entries = entries_of(column)
         every_row = self.transform.plan.vocabulary == "all"
         selected = slice(0, block.rows) if every_row else self.splitter.training(block)
-        if feature.multi_hot and count_selected(selected) < block.rows:
+        if feature.multi_hot:  # all entries of a row are counted, or none
             mask = np.zeros(block.rows, bool)
             mask[selected] = True
             selected = np.repeat(mask, pc.list_value_length(column).to_numpy())
-        elif feature.multi_hot:
-            selected = slice(None)
         indices = entries.indices.to_numpy()[selected]
         return np.bincount(indices, minlength=len(entries.dictionary))
 

@@ -64,9 +64,7 @@ class Splitter:
 
     def training(self, block: SpilledBlock) -> Selection:
         """The rows of a block that are for training."""
-        if self.ranges is not None:
-            return _overlap(self.ranges["train"], block)
-        return self._codes(block) == 0
+        return self.selections(block)[0]
 
     def halves(self, block: SpilledBlock) -> NDArray[np.bool_] | None:
         """The half of all rows that each row of a block is in, at random; None for rows in order
