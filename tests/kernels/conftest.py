@@ -73,6 +73,16 @@ def assert_matches(assert_close):
     return check
 
 
+@pytest.fixture(autouse=True)
+def _small_programs(request, monkeypatch):
+    """Without a GPU, the constants by module in ``SMALL`` of the file of a test: in Triton's
+    interpreter, which runs programs in turn, there are several small ones.
+    """
+    for module, constants in getattr(request.module, "SMALL", {}).items() if not GPU else ():
+        for name, value in constants.items():
+            monkeypatch.setattr(module, name, value)
+
+
 @pytest.fixture
 def nan_in_new_memory():
     """``torch.empty`` gives NaN (and the largest integer), so that what is not written shows."""

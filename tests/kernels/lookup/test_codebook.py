@@ -18,14 +18,8 @@ from dlrm.kernels.lookup.codebook import (
 from tests.kit import combinations
 
 GPU = torch.cuda.is_available()
+SMALL = {codebook: {"BLOCK_V": 16, "BLOCK_N": 16, "SUM_N": 16}}
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    if not GPU:
-        for name in ("BLOCK_V", "BLOCK_N", "SUM_N"):
-            monkeypatch.setattr(codebook, name, 16)
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 3, 16, 17, 256, 257, 384, 512, 65_536])

@@ -10,13 +10,8 @@ from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.kernels.update.sparse import update_rows
 
 GPU = torch.cuda.is_available()
+SMALL = {tables: {"TILE": 64}}
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    if not GPU:
-        monkeypatch.setattr(tables, "TILE", 64)
 
 
 def memory(rows, dim, dtype, device, host=False):

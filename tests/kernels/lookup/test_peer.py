@@ -9,16 +9,9 @@ from dlrm.kernels.update.row_sort import sort_rows
 from tests.kit import combinations
 
 GPU = torch.cuda.is_available()
+SMALL = {kernel: {"TILE": 64, "READERS": 3, "SENDERS": 3}}
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 HEIGHT = 40
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    if not GPU:
-        monkeypatch.setattr(kernel, "TILE", 64)
-        monkeypatch.setattr(kernel, "READERS", 3)
-        monkeypatch.setattr(kernel, "SENDERS", 3)
 
 
 def ring(tensors, rank):

@@ -14,6 +14,7 @@ from dlrm.kernels.update.sparse import update_rows_torch
 from dlrm.utils.bags import Bags
 
 GPU = torch.cuda.is_available()
+SMALL = {kernel: {"TILE": 64}, bags: {"TILE": 16}}
 SCALE = 400 if GPU else 1
 SIZES = [3, 1, 20 * SCALE, 7 * SCALE]
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
@@ -42,13 +43,6 @@ def bags_of(batch, device):
     counts = lengths.sum(1).tolist()
     ids = [torch.randint(s, (n,), device=device) for s, n in zip(SIZES, counts, strict=True)]
     return torch.cat(ids), offsets
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    if not GPU:
-        monkeypatch.setattr(kernel, "TILE", 64)
-        monkeypatch.setattr(bags, "TILE", 16)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])

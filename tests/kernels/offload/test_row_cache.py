@@ -26,18 +26,11 @@ from dlrm.utils.streams import side_stream_of
 from tests.kit import combinations
 
 ROWS, DIM = 60, 3
-
-
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch):
-    """The interpreter runs programs one after another: few small ones, but more than one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(sparse, "TILE", 1)
-        monkeypatch.setattr(admission, "BLOCK", 32)
-        monkeypatch.setattr(admission, "FEW", 64)
-        monkeypatch.setattr(admission, "PAGE", 64)
-        monkeypatch.setattr(transfer, "MOVERS", 3)
-        monkeypatch.setattr(transfer, "ROWS", 8)
+SMALL = {
+    sparse: {"TILE": 1},
+    admission: {"BLOCK": 32, "FEW": 64, "PAGE": 64},
+    transfer: {"MOVERS": 3, "ROWS": 8},
+}
 
 
 def in_host_memory(value, device):

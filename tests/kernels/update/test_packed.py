@@ -23,15 +23,10 @@ from dlrm.utils.bags import Bags
 from tests.kit import VARIANTS, combinations
 
 GPU = torch.cuda.is_available()
+SMALL = {kernel: {"TILE": 64}}
 ROWS = 40
 WIDE = {"int8": ROWS, "int4": 0, "mixed": 7}
 every_format = pytest.mark.parametrize("wide", WIDE.values(), ids=WIDE)
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    if not GPU:
-        monkeypatch.setattr(kernel, "TILE", 64)
 
 
 def table(wide, dim, device="cpu", rows=ROWS):

@@ -9,6 +9,7 @@ from dlrm.kernels.update.sparse import update_rows, update_rows_torch
 from tests.kit import SLOW, VARIANTS, combinations, first
 
 GPU = torch.cuda.is_available()
+SMALL = {kernel: {"TILE": 256, "MANY": 2}}  # and several parts in each tile
 
 
 def states_of(rule, rows, dim, device):
@@ -52,14 +53,6 @@ def draw(pattern, rows, entries, device):
     if pattern == "left out":  # more than a tile of them
         return (torch.randint(4 * rows, (entries,), device=device) - 3 * rows).clamp(min=-1)
     return torch.randint(rows, (entries,), device=device)
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    """Without a GPU the smallest tiles, and several parts in each."""
-    if not GPU:
-        monkeypatch.setattr(kernel, "TILE", 256)
-        monkeypatch.setattr(kernel, "MANY", 2)
 
 
 @pytest.fixture(params=[1, 4000] if GPU else [1])
