@@ -43,7 +43,7 @@ RATED = 0.4  # the same next to the rates of ids, which say most of what one wei
 FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rounded rows
 EQUAL = Effects((0.1,) * RANGES)  # if nothing is known of what ids say
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
-STEPS = 80  # of the bisection
+STEPS = 40  # of the bisection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,27 +104,6 @@ class RowFormat:
         return FIDELITY[self.dtype] * length
 
 
-def _worthwhile(formats: Sequence[RowFormat]) -> list[RowFormat]:
-    """Return the formats that are the best use of bytes at some price.
-
-    They are the upper convex hull of quality over bytes. Fewer formats mean that more tables are
-    looked up together.
-    """
-    hull: list[RowFormat] = []
-    for row_format in sorted(formats, key=lambda one: (one.row_bytes, -one.quality)):
-        if hull and row_format.quality <= hull[-1].quality:
-            continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], row_format):
-            hull.pop()
-        hull.append(row_format)
-    return hull
-
-
-def _gain(less: RowFormat, more: RowFormat) -> float:
-    """Return the gain in quality per byte from one format to another."""
-    return (more.quality - less.quality) / (more.row_bytes - less.row_bytes)
-
-
 Choice = tuple[RowFormat, int]
 """The rows of a table, and how many ids keep one of their own."""
 
@@ -174,9 +153,7 @@ class Table:
         )
         shorter = (2**k for k in range(embedding_dim.bit_length()))
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
-        self.formats = _worthwhile(
-            [replace(full, dim=dim, dtype=dtype) for dim in dims for dtype in dtypes]
-        )
+        self.formats = [replace(full, dim=dim, dtype=dtype) for dim in dims for dtype in dtypes]
 
     def size(self, row_format: RowFormat, keep: int) -> int:
         """Bytes of the table."""
