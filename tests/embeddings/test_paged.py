@@ -19,7 +19,6 @@ from dlrm.training.step import TrainStep
 from tests.kit import write_checkpoint
 
 SIZES = [1, 7, 40, 131]
-GPU = torch.cuda.is_available()
 HERE = ["cpu", "cpu"]
 PLACES = [
     {},

@@ -15,9 +15,8 @@ from dlrm.kernels.lookup.codebook import (
     selected_sum,
     unpack,
 )
-from tests.kit import combinations
+from tests.kit import GPU, combinations
 
-GPU = torch.cuda.is_available()
 SMALL = {codebook: {"BLOCK_V": 16, "BLOCK_N": 16, "SUM_N": 16}}
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 

@@ -6,9 +6,8 @@ import torch
 from dlrm.kernels.lookup import peer as kernel
 from dlrm.kernels.lookup.peer import PeerTensor, read_rows, run_length, send_rows
 from dlrm.kernels.update.row_sort import sort_rows
-from tests.kit import combinations
+from tests.kit import GPU, combinations
 
-GPU = torch.cuda.is_available()
 SMALL = {kernel: {"TILE": 64, "READERS": 3, "SENDERS": 3}}
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 HEIGHT = 40

@@ -22,12 +22,10 @@ from dlrm.kernels.tt import (
 )
 from dlrm.kernels.tt.layout import factor_layout
 from dlrm.utils.bags import Bags
-from tests.kit import combinations, first
+from tests.kit import GPU, combinations, first
 
-GPU = torch.cuda.is_available()
 STRATEGIES = ("direct", "unique", "direct deterministic", "unique deterministic")
 BF16 = 5000  # factor on the tolerance of fp32: bf16 keeps 7 bits
-SLOW = () if GPU else pytest.mark.slow
 
 # p of each table, q, ranks: odd and even sizes; more slices than a slice has entries; one slice
 SHAPES = {

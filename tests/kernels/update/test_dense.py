@@ -7,9 +7,8 @@ from dlrm.kernels.update import dense
 from dlrm.kernels.update.dense import update_dense
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.optim import RowOptimizer
-from tests.kit import RULE_OPTIONS, first
+from tests.kit import GPU, RULE_OPTIONS, first
 
-GPU = torch.cuda.is_available()
 SHAPES = [(5, 3), (7,), (1, 2500), (), (3, 2, 4), (0, 4), *([(30,)] if GPU else [])]
 
 

@@ -20,9 +20,8 @@ from dlrm.kernels.update.packed import (
 )
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.bags import Bags
-from tests.kit import VARIANTS, combinations
+from tests.kit import GPU, VARIANTS, combinations
 
-GPU = torch.cuda.is_available()
 SMALL = {kernel: {"TILE": 64}}
 ROWS = 40
 WIDE = {"int8": ROWS, "int4": 0, "mixed": 7}

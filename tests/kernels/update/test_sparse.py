@@ -6,9 +6,8 @@ import torch
 from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.row_sort import RowSorter, SortedRows, sort_rows, sort_rows_together
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
-from tests.kit import SLOW, VARIANTS, combinations, first
+from tests.kit import GPU, SLOW, VARIANTS, combinations, first
 
-GPU = torch.cuda.is_available()
 SMALL = {kernel: {"TILE": 256, "MANY": 2}}  # and several parts in each tile
 
 
