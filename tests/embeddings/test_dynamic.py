@@ -128,6 +128,26 @@ def test_shared_rows_in_pieces_differ_and_learn(options):
     assert not changed[:32].any()
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_share": 0.5}, {"dtype": "int8"}], ids=str)
+def test_an_id_with_pieces_starts_from_those_that_it_shared(options):
+    group = Dynamic([HASHED, HASHED], 8, rows=4000, shared=[6, 2], pieces=4, admit=4, **options)
+    optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.1)
+    ids = torch.arange(10).expand(2, 10)
+    for _ in range(3):
+        step(group, optimizer, ids)
+    shared = group.eval()(ids)
+    assert group.id_counts()["inserted"] == 0
+    optimizer.param_groups[0]["lr"] = 0.0
+    group.train()
+    found = step(group, optimizer, ids)
+    assert group.id_counts()["inserted"] == 20
+    torch.testing.assert_close(found, shared, rtol=0, atol=0.01 if "dtype" in options else 0)
+    assert not group.id_counts()["found"]
+    (state,) = optimizer.state.values()
+    places = group._rows_of_pieces(0, ids[0])
+    assert (state["sum"].view(-1)[places] > 0.1).all()  # not as that of a new row after one step
+
+
 def test_pieces_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"pieces is 3; set --dynamic\.pieces to a divisor.*, 8"):
         Dynamic([HASHED], 8, rows=32, pieces=3)

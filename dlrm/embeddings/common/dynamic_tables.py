@@ -269,9 +269,13 @@ class DynamicTables(CountsIds, Embedding):
         if scores is not None:
             raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
 
-        # An id that comes back starts from the row that it started from before.
+        # An id starts from the pieces that it shared, with their optimizer state. Without pieces it
+        # starts from the row that it started from before, if it comes back.
         new = NewIds(placed, tables, ids, self._num_shared, self._bounds)
-        for part in self.row_parts:
+        sources = None
+        if self.pieces > 1:
+            sources = self.piece_rows(tables, ids, torch.zeros_like(placed.rows))
+        for number, part in enumerate(self.row_parts):
             cached = cached_rows(part.weight)
             reset_rows(
                 part.weight,
@@ -279,6 +283,7 @@ class DynamicTables(CountsIds, Embedding):
                 part.rows,
                 new,
                 self._seed + part.first if part.first else self._seed,
+                sources=None if sources is None else sources[number],
                 cached=cached.cached_slots if cached is not None and cached.active else None,
             )
         return placed.rows

@@ -1,4 +1,4 @@
-"""The rows of new ids: their first values, and optimizer state of zero."""
+"""The rows of new ids: drawn by a hash, with optimizer state of zero, or copies of shared rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, row_of
-from dlrm.kernels.update._packed import store_packed
+from dlrm.kernels.update._packed import load_packed, store_packed
 from dlrm.kernels.update.cached_slots import CachedSlots, place_of
-from dlrm.kernels.update.packed import CHUNK, storage, stored_values, write_rows
+from dlrm.kernels.update.packed import CHUNK, read_rows, storage, stored_values, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
 
@@ -67,11 +67,11 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
 
 @triton.jit
 def _reset_rows(
-    data, wide, states, slots, strides, to_cache, table_rows, num_shared, lookups, placed, bounds,
-    seed, F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
+    data, wide, states, slots, strides, to_cache, table_rows, num_shared, lookups, placed, sources,
+    bounds, seed, F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the first values of the rows that new ids got, and zero their states."""
+    """Write the first values of the rows that new ids got, and their states."""
     column = tl.arange(0, BLOCK_D)[None, :]
     count = tl.load(placed.number)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -91,10 +91,22 @@ def _reset_rows(
         if slots is not None:
             slot = tl.load(slots + row, mask=live, other=-1)
 
-        key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
-        bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
-        value = (bits - (1 << 23)).to(tl.float32) * 2.0**-23
-        value *= tl.load(bounds + table, mask=live, other=0.0).to(tl.float32)[:, None]
+        if sources is None:
+            key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
+            bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
+            value = (bits - (1 << 23)).to(tl.float32) * 2.0**-23
+            value *= tl.load(bounds + table, mask=live, other=0.0).to(tl.float32)[:, None]
+        else:
+            source = row_of(tl.load(sources + k, mask=live, other=0), table, table_rows)
+            source_slot = slot
+            if slots is not None:
+                source_slot = tl.load(slots + source, mask=live, other=-1)
+            place = place_of(source, source_slot, to_cache[0])
+            if FORMAT:
+                value, scale = load_packed(data, place, wide, live, column, D, FORMAT)
+                value *= scale[:, None]
+            else:
+                value = tl.load(data + (place * strides[0])[:, None] + column, mask=mask, other=0.0)
 
         if FORMAT:
             scale = tl.zeros([BLOCK], tl.float32)
@@ -109,10 +121,15 @@ def _reset_rows(
 
         # States.
         for index in tl.static_range(len(WIDTHS)):
-            zero = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
+            mask = live[:, None] & (column < WIDTHS[index])
+            state = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
+            if sources is not None:
+                place = place_of(source, source_slot, to_cache[index + 1])
+                at = (place * strides[index + 1])[:, None] + column
+                state = tl.load(states[index] + at, mask=mask)
             place = place_of(row, slot, to_cache[index + 1])
             at = (place * strides[index + 1])[:, None] + column
-            tl.store(states[index] + at, zero, mask=live[:, None] & (column < WIDTHS[index]))
+            tl.store(states[index] + at, state, mask=mask)
 
 
 @torch.no_grad()
@@ -123,10 +140,11 @@ def reset_rows(
     new: NewIds,
     seed: Tensor,
     *,
+    sources: Tensor | None = None,
     cached: CachedSlots | None = None,
     impl: str | None = None,
 ) -> None:
-    """Give the rows of new ids their first values, and zero their states.
+    """Give the rows of new ids their first values, and their states.
 
     Args:
         weight: ``[V, D]``, contiguous, also packed.
@@ -134,11 +152,14 @@ def reset_rows(
         table_rows: the rows of the tables in the weight, or those of them that it holds.
         new: the new ids among the look-ups.
         seed: see :func:`first_values`.
+        sources: for each look-up the row of its table, as ``placed.rows`` counts them, that a new
+            row and its states are copies of, contiguous. None: new rows are drawn by
+            :func:`first_values`, and their states are zero.
         cached: the cached rows of weight and states, if these are in host memory.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(new.ids, impl):
-        _reset_rows_torch(weight, states, table_rows, new, seed, cached)
+        _reset_rows_torch(weight, states, table_rows, new, seed, sources, cached)
         return
     lookups: Lookups = lookups_of(new.tables, new.ids, None)
     if not lookups.n:
@@ -153,8 +174,8 @@ def reset_rows(
         slots, to_cache = cached.slots, cached.to_cache
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
         data, wide, tuple(states), slots, strides, to_cache, table_rows, new.num_shared, lookups,
-        new.placed, new.bounds, seed, F=len(new.num_shared), D=dim, BLOCK=block, BLOCK_D=block_d,
-        FORMAT=packing, WIDTHS=tuple(state.numel() // len(weight) for state in states),
+        new.placed, sources, new.bounds, seed, F=len(new.num_shared), D=dim, BLOCK=block,
+        BLOCK_D=block_d, FORMAT=packing, WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
 
@@ -164,6 +185,7 @@ def _reset_rows_torch(
     table_rows: TableRows,
     new: NewIds,
     seed: Tensor,
+    sources: Tensor | None,
     cached: CachedSlots | None,
 ) -> None:
     """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
@@ -171,19 +193,26 @@ def _reset_rows_torch(
     table = new.tables.expand_as(new.ids).reshape(-1)[missing]
     rows, id = new.placed.rows.view(-1)[missing], new.ids.reshape(-1)[missing].long()
     own = rows >= new.num_shared[table]
-    table, id = table[own], id[own]
+    missing, table, id = missing[own], table[own], id[own]
     rows, here = held_rows_torch(rows[own], table, table_rows)
-    rows, table, id = rows[here], table[here], id[here]
-    for part, of_part, some in zip(
-        rows.split(CHUNK), table.split(CHUNK), id.split(CHUNK), strict=True
-    ):
-        values = first_values(of_part, some, new.bounds, seed, weight.shape[1])
-        if cached is None:
-            write_rows(weight, part, values)
+    missing, rows, table, id = missing[here], rows[here], table[here], id[here]
+    source = None if sources is None else sources.view(-1)[missing] + table_rows.starts[table]
+    for at in torch.arange(len(rows), device=rows.device).split(CHUNK):
+        if cached is not None and source is not None:
+            cached.write(0, rows[at], cached.read(0, source[at]))
+            continue
+        if source is None:
+            values = first_values(table[at], id[at], new.bounds, seed, weight.shape[1])
         else:
-            cached.write(0, part, stored_values(weight, values))
+            values = read_rows(weight, source[at])
+        if cached is None:
+            write_rows(weight, rows[at], values)
+        else:
+            cached.write(0, rows[at], stored_values(weight, values))
     for index, state in enumerate(states, 1):
-        if cached is None:
-            state.view(len(weight), -1)[rows] = 0
+        if cached is not None:
+            zeros = state.new_zeros(len(rows), state.shape[1])
+            cached.write(index, rows, zeros if source is None else cached.read(index, source))
         else:
-            cached.write(index, rows, state.new_zeros(len(rows), state.shape[1]))
+            state = state.view(len(weight), -1)
+            state[rows] = 0 if source is None else state[source]
