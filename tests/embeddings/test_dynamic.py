@@ -130,22 +130,22 @@ def test_shared_rows_in_pieces_differ_and_learn(options):
 
 @pytest.mark.parametrize("options", [{}, {"cache_share": 0.5}, {"dtype": "int8"}], ids=str)
 def test_an_id_with_pieces_starts_from_those_that_it_shared(options):
-    group = Dynamic([HASHED, HASHED], 8, rows=4000, shared=[6, 2], pieces=4, admit=4, **options)
+    group = Dynamic([HASHED], 8, rows=4000, shared=6, pieces=4, admit=4, **options)
     optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.1)
-    ids = torch.arange(10).expand(2, 10)
+    ids = torch.arange(10)[None]
     for _ in range(3):
         step(group, optimizer, ids)
     shared = group.eval()(ids)
+    (state,) = (each["sum"].view(-1) for each in optimizer.state.values())
+    before = state[group._rows_of_pieces(0, ids[0])]
     assert group.id_counts()["inserted"] == 0
     optimizer.param_groups[0]["lr"] = 0.0
     group.train()
     found = step(group, optimizer, ids)
-    assert group.id_counts()["inserted"] == 20
+    assert group.id_counts()["inserted"] == 10
     torch.testing.assert_close(found, shared, rtol=0, atol=0.01 if "dtype" in options else 0)
     assert not group.id_counts()["found"]
-    (state,) = optimizer.state.values()
-    places = group._rows_of_pieces(0, ids[0])
-    assert (state["sum"].view(-1)[places] > 0.1).all()  # not as that of a new row after one step
+    assert (state[group._rows_of_pieces(0, ids[0])] >= before).all()  # not that of a new row
 
 
 def test_pieces_that_do_not_fit_are_refused():

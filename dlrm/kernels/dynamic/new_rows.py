@@ -175,7 +175,8 @@ def reset_rows(
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
         data, wide, tuple(states), slots, strides, to_cache, table_rows, new.num_shared, lookups,
         new.placed, sources, new.bounds, seed, F=len(new.num_shared), D=dim, BLOCK=block,
-        BLOCK_D=block_d, FORMAT=packing, WIDTHS=tuple(state.numel() // len(weight) for state in states),
+        BLOCK_D=block_d, FORMAT=packing,
+        WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
 

@@ -7,7 +7,13 @@ from dlrm.kernels.dynamic.new_rows import NewIds, first_values, reset_rows
 from dlrm.kernels.dynamic.slot_index import Placed
 from dlrm.kernels.lookup.tables import TableRows
 from dlrm.kernels.update.cached_slots import CachedSlots, cache_of
-from dlrm.kernels.update.packed import PackedParameter, PackedRows, read_rows, stored_rows, write_rows
+from dlrm.kernels.update.packed import (
+    PackedParameter,
+    PackedRows,
+    read_rows,
+    stored_rows,
+    write_rows,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
