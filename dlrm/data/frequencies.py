@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm.data.evidence import read_effects
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.vocabulary import COUNTS, read_vocabulary
-from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
+from dlrm.data.schema import DESCRIBED, HASHED, META_FILE, Categorical, Meta
 from dlrm.data.threads import map_in_order
 from dlrm.utils.cpus import cpu_count
 
 MOST_ROWS = 1 << 24  # training rows to count; of a larger split, evenly spaced row groups
+MOST_HASHED = 1 << 20  # if ids are hashes, which must be sorted
 Counts = Callable[[], list[Tensor]]
 """Returns the occurrences of every id of every column, as :func:`read_frequencies`."""
 
@@ -69,18 +71,22 @@ def _listed(path: Path, column: Categorical) -> Tensor:
 def count_ids(
     directory: str | os.PathLike[str], meta: Meta, most_rows: int = MOST_ROWS
 ) -> list[Tensor]:
-    """Occurrences of every id of every column in the training rows, ``[cardinality]`` int64 each.
+    """Occurrences of every id of every column in the training rows, ``[cardinality]`` int64 each;
+    of hashed ids of those that occur, in any order.
 
     If there are more than ``most_rows``, only every n-th row group is read, and they are estimates.
 
     Raises:
         ValueError: there are more ids than fit in memory, or the data is damaged.
     """
+    hashes: list[list[NDArray[np.int64]]] = [[] for _ in meta.cardinalities]
+    if HASHED in meta.cardinalities:
+        most_rows = min(most_rows, MOST_HASHED)
     reader = RowGroupReader(directory, replace(meta, dense=()))
     row_groups = reader.row_groups("train")
     every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
     try:
-        counts = [torch.zeros(rows, dtype=torch.int64) for rows in meta.cardinalities]
+        counts = [torch.zeros(rows % HASHED, dtype=torch.int64) for rows in meta.cardinalities]
     except RuntimeError:  # of PyTorch, if there is not enough memory
         column = max(meta.categorical, key=lambda column: column.cardinality)
         raise ValueError(
@@ -88,11 +94,18 @@ def count_ids(
             f"most of them of {column.name!r}; renumber the ids from 0, the most frequent first"
         ) from None
 
-    def add(column: tuple[Tensor, np.ndarray]) -> None:
-        count, values = column
+    def add(column: tuple[int, np.ndarray]) -> None:
+        number, values = column
+        if meta.cardinalities[number] == HASHED:
+            hashes[number].append(values.ravel())
+            return
         ids = torch.from_numpy(values.ravel().astype(np.int64))
-        count.index_add_(0, ids, torch.ones_like(ids))
+        counts[number].index_add_(0, ids, torch.ones_like(ids))
 
     for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
-        list(map_in_order(add, zip(counts, rows.ids, strict=True), cpu_count()))
+        list(map_in_order(add, enumerate(rows.ids), cpu_count()))
+    for number, own in enumerate(hashes):
+        if own:
+            found = np.unique(np.concatenate(own), return_counts=True)[1]
+            counts[number] = torch.from_numpy(found)
     return [count.mul_(every) for count in counts]

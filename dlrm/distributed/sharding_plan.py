@@ -16,7 +16,7 @@ from torch import Tensor
 from dlrm.distributed.peer_memory import is_linked, on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
-from dlrm.embeddings.common.dynamic_sizes import SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.common.dynamic_sizes import index_bytes, shared_rows, slots_of
 from dlrm.embeddings.drop import KEEP
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.update.packed import BITS
@@ -114,7 +114,7 @@ def make_sharding_plan(
     )  # fmt: skip
 
     text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
-    if index := sum(slots) * SLOT_BYTES:
+    if index := sum(map(index_bytes, slots)):
         text += f"\nevery rank: {index * 1e-6:,.1f} MB, the index of dynamic tables"
     ways = {(False, False): "collectives", (True, False): "copies to peers", (True, True): "peers"}
     text += f"\nexchange by {ways[linked, peers]}"

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from math import ceil, gcd
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dlrm.embeddings.base import Embedding
@@ -19,7 +21,7 @@ from dlrm.embeddings.common.budget import (
     split_by_rows,
 )
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.dynamic_sizes import LOAD, SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.common.dynamic_sizes import LOAD, index_bytes, shared_rows, slots_of
 from dlrm.embeddings.common.dynamic_tables import STATE, DynamicTables, RowPart
 from dlrm.embeddings.common.host_rows import HostRows
 from dlrm.embeddings.common.index_ahead import IndexAhead
@@ -30,9 +32,9 @@ from dlrm.utils.bags import Bags
 FIXED_BYTES = 80  # time, counts, seed and the smallest sketch
 GROWTH = 4  # times as many ids are expected as have occurred
 LEAST = 16  # a table of which few ids have occurred gets one of so many rows of the largest
-SCARCE, SCARCE_CHANCE, OTHERS = 0.03, 0.01, 2
-"""If a smaller share of the ids has room, the others share so many rows in pieces for each own one,
-and an id gets its own by chance."""
+SCARCE, SCARCE_CHANCE, SCARCE_SHARE = 0.03, 0.01, 0.5
+"""If a smaller share of the ids has room, ids get rows by chance, and these take so large a part of
+the bytes: the rest is for shared rows in pieces."""
 
 
 class Dynamic(DynamicTables, HostRows):
@@ -63,7 +65,8 @@ class Dynamic(DynamicTables, HostRows):
         chance: probability with which an id that could get a row gets it, in each step.
         pieces: number of pieces of a shared row, a divisor of the embedding dim. Each piece is
             shared with other ids, also those of other tables of the group: hardly two ids share all
-            of theirs. Default: 1.
+            of theirs. With several, a row of an id's own starts as a copy of its shared one, with
+            the optimizer state. Default: 1.
         cache_share: rows are in host memory with their optimizer state, and this share of them is
             cached on the GPU. Default: all rows are in GPU memory.
 
@@ -73,6 +76,7 @@ class Dynamic(DynamicTables, HostRows):
     """
 
     of_speed = frozenset({"cache_share"})
+    budget_by_counts = True
     _ahead: IndexAhead | None = None
 
     @property
@@ -182,16 +186,16 @@ class Dynamic(DynamicTables, HostRows):
         chance: float = 1.0,
         pieces: int | None = None,
     ) -> list[dict[str, Any] | None]:
-        """The largest ``rows`` that fits: the same for all tables, except those of which few ids
-        have occurred. If fewer than 3% of the ids have room, the others share two thirds of the
-        rows, in four ``pieces``, and an id gets a row with a low ``chance``: rows change hands less
-        often, and shared ones are trained.
+        """The largest ``rows`` that fit: room for the ids that occur most, of whatever table. If
+        counts are unknown, it is the same for all tables, except those of which few ids have
+        occurred. If fewer than 3% of the ids have room, the others share most of the bytes, in four
+        ``pieces``, and an id gets a row with a low ``chance``: rows change hands less often, and
+        shared ones are trained.
         """
-        slot_bytes = SLOT_BYTES + 4 * (admit > 1)  # at most, with the sketch
         several = 1 if budget.dtype == "int4" else gcd(4, budget.embedding_dim)
-        found, share = _Division(budget, slot_bytes, shared, pieces or 1).largest(cls.kind())
+        found, share = _Division(budget, admit > 1, shared, pieces or 1).largest(cls.kind())
         if scarce := share < SCARCE:  # rows that change hands all the time learn nothing
-            division = _Division(budget, slot_bytes, shared, pieces or several, scarce)
+            division = _Division(budget, admit > 1, shared, pieces or several, scarce)
             found, _ = division.largest(cls.kind())
             chance, pieces = chance if chance < 1 else SCARCE_CHANCE, division.pieces
         chosen = ({} if chance == 1 else {"chance": chance}) | {"pieces": pieces or 1}
@@ -216,12 +220,12 @@ class _Division:
     """A budget that is divided among tables."""
 
     budget: Budget
-    slot_bytes: int
-    """Of an id in the index."""
+    counted: bool
+    """Whether ids wait until they occurred several times, which a sketch counts."""
     shared: int | None
     pieces: int
     scarce: bool = False
-    """Whether two thirds of the rows are shared, unless ``shared`` is given."""
+    """Whether most rows are shared, unless ``shared`` is given."""
 
     def __post_init__(self) -> None:
         tables, values = self.budget.num_embeddings, self.budget.values
@@ -231,16 +235,30 @@ class _Division:
         ]
         dim, self._rest = self.budget.embedding_dim, self.scarce and self.shared is None
         self._row_bytes = self.pieces * row_bytes(dim // self.pieces, self.budget.dtype)
+        self._places = self.budget.counts and _places(self.budget.counts)
+
+    def rows(self, table: int, level: int) -> int:
+        """Ids of a table with a row at a level: how many of all tables have one together or, if it
+        is not known how often they occur, the most of one table.
+        """
+        expected = self._expected[table]
+        if self._places is None:
+            return max(min(level, expected), level // LEAST)
+
+        # All ids that have occurred come first, then as many others as may come to each table.
+        seen = [len(places) for places in self._places]
+        more = [max(every - own, 0) for every, own in zip(self._expected, seen, strict=True)]
+        others = max(level - sum(seen), 0) * more[table] // max(sum(more), 1)
+        return int(np.searchsorted(self._places[table], level)) + others
 
     def size(self, table: int, level: int) -> _Size:
-        """The size of a table that has about ``level`` rows for ids."""
-        expected = self._expected[table]
-        rows = max(min(level, expected), level // LEAST, 1)
-        (slots,) = slots_of([self.budget.num_embeddings[table]], rows)
+        """The size of a table at a level."""
+        known = self.budget.num_embeddings[table]
+        rows = max(ceil(min(self.rows(table, level), known) / LOAD), 1)
+        (slots,) = slots_of([known], rows)
         others = shared_rows(slots, self.shared)
-        if self._rest:
-            others = max(others, min(OTHERS * level, expected - slots))
-        own = (slots + others) * self._row_bytes + slots * self.slot_bytes + FIXED_BYTES
+        own = (slots + others) * self._row_bytes + index_bytes(slots) + FIXED_BYTES
+        own += index_bytes(slots) // 3 if self.counted else 0  # at most, of the sketch
         return _Size(rows, others, own)
 
     def largest(self, kind: str) -> tuple[dict[int, _Size], float]:
@@ -250,13 +268,28 @@ class _Division:
         def cost(level: int) -> int:
             return sum(min(own, self.size(t, level).bytes) for t, own in enumerate(dense))
 
-        highest = min(MANY_IDS, ceil(max(self.budget.num_embeddings) / LOAD))
-        level = highest_level(cost, highest, self.budget.size, kind)
+        # Rows of ids, and of small tables that stay dense; the rest is shared.
+        most = self.budget.size
+        if self._rest:
+            most = max(int(SCARCE_SHARE * most), min(cost(0), most))
+        highest = min(MANY_IDS, ceil(sum(self.budget.num_embeddings) / LOAD))
+        level = highest_level(cost, highest, most, kind)
         sizes = ((t, self.size(t, level)) for t in range(len(dense)))
         found = {t: own for t, own in sizes if dense[t] > own.bytes}
-        if self._rest and found:  # whole buckets leave a part of a small budget
+        if self._rest and found:
             more = (self.budget.size - cost(level)) // (self._row_bytes * len(found))
             found = {t: own._replace(shared=own.shared + more) for t, own in found.items()}
         wanted = sum(self._expected[t] for t in found)
         rows = sum(own.rows for own in found.values())
         return found, rows / wanted if 0 < wanted < MANY_IDS else 1.0
+
+
+def _places(counts: Sequence[Tensor]) -> list[NDArray[np.int64]]:
+    """The places of the ids of each table among those of all tables, the most frequent first; of
+    equally frequent ones those of tables that have few.
+    """
+    each = [-np.sort(-own[own > 0].numpy()) for own in counts]
+    table = np.repeat(np.arange(len(each)), [len(own) for own in each])
+    rank = np.concatenate([np.arange(len(own)) for own in each])
+    order = table[np.lexsort((rank, -np.concatenate(each)))]
+    return [np.flatnonzero(order == number) for number in range(len(each))]

@@ -7,7 +7,7 @@ from pyarrow import parquet
 
 from dlrm.data import synthetic
 from dlrm.data.frequencies import count_ids, read_frequencies
-from dlrm.data.schema import DESCRIBED, Categorical, Meta
+from dlrm.data.schema import DESCRIBED, HASHED, Categorical, Meta
 from tests.kit import write_split
 
 
@@ -53,6 +53,24 @@ def test_vocabularies_beside_described_data_are_of_other_ids(tmp_path):
 def test_without_vocabularies_the_training_rows_are_counted(tmp_path):
     meta = write(tmp_path, [4, 0, 0, 2, 0, 4], [[0], [], [2, 2], None, [1, 0], [0]], groups=3)
     assert [c.tolist() for c in read_frequencies(tmp_path, meta)] == [[3, 1, 2], [3, 0, 1, 0, 2]]
+
+
+def test_of_hashed_ids_those_that_occur_are_counted(tmp_path):
+    big = 2**62
+    tables = [
+        Categorical(name="bags", cardinality=HASHED, multi_hot=True),
+        Categorical(name="ids", cardinality=HASHED),
+        Categorical(name="few", cardinality=3),
+    ]
+    columns = {
+        "label": [True] * 4,
+        "bags": [[big], [], [big, 5], None],
+        "ids": [7, big, 7, 7],
+        "few": [2, 0, 2, 2],
+    }
+    meta = write_split(tmp_path, columns, tables, group=2)
+    found = [sorted(count.tolist()) for count in count_ids(tmp_path, meta)]
+    assert found == [[1, 2], [1, 3], [0, 1, 3]]
 
 
 def test_of_many_rows_evenly_spaced_groups_are_counted(tmp_path):

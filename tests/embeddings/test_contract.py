@@ -283,6 +283,10 @@ def test_gradient_of_every_parameter_by_finite_differences(kind, options, mode):
     def forward(*parameters):
         return functional_call(group, dict(zip(names, parameters, strict=True)), (ids, offsets))
 
+    forward(*values)  # rows of new ids may be copies of others, which have the same maximum
+    with torch.no_grad():
+        for value in values:
+            value.copy_(torch.randn_like(value))
     assert torch.autograd.gradcheck(forward, values, fast_mode=True)
 
 

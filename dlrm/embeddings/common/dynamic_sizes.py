@@ -13,16 +13,7 @@ SLOT_BYTES = 12  # id and score
 
 
 def slots_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) -> list[int]:
-    """Slots of each table, whole buckets, for so many ids that have a row at a time.
-
-    Raises:
-        ValueError: none, or not one for each table, or none where the number of ids is unknown.
-    """
-    return [LANES * buckets_for(own) for own in _rows_of(num_embeddings, rows)]
-
-
-def _rows_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) -> list[int]:
-    """Ids that have a row in each table, at most as many as it takes for all to fit.
+    """Ids that have a row at a time in each table, at most as many as it takes for all to fit.
 
     Raises:
         ValueError: none, or not one for each table, or none where the number of ids is unknown.
@@ -44,6 +35,11 @@ def _rows_of(num_embeddings: Sequence[int], rows: int | Sequence[int] | None) ->
         most = None if known >= MANY_IDS else ceil(known / LOAD)
         found.append(min(value for value in (own, most) if value is not None))
     return found
+
+
+def index_bytes(slots: int) -> int:
+    """Bytes of the index of a table with so many slots, in whole buckets."""
+    return SLOT_BYTES * LANES * buckets_for(slots)
 
 
 def shared_rows(slots: int, shared: int | None) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.common.budget import MANY_IDS, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.dynamic_sizes import SLOT_BYTES, shared_rows, slots_of
+from dlrm.embeddings.common.dynamic_sizes import index_bytes, shared_rows, slots_of
 from dlrm.embeddings.common.fitting import fit_shared, index_add
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import CountsIds
@@ -175,7 +175,8 @@ class DynamicTables(CountsIds, Embedding):
                 cached.release()
         index, self._given_scores = self.index, None
         index.ids.fill_(EMPTY)
-        for tensor in (index.scores, index.sketch, index.counts, index.time[:2]):
+        index.scores.clamp_(max=0)
+        for tensor in (index.sketch, index.counts, index.time[:2]):
             tensor.zero_()
 
     def set_clock(self, value: int | Tensor) -> None:
@@ -364,7 +365,7 @@ class DynamicTables(CountsIds, Embedding):
         """Bytes of each table: ``weights`` with the shared rows, and ``index`` for which id has
         which row, with scores and sketch.
         """
-        own = [SLOT_BYTES * slots for slots in self.num_slots]
+        own = [index_bytes(slots) for slots in self.num_slots]
         rest = sum(
             getattr(self, f"_{name}").nbytes for name in ("time", "sketch", "counts", "seed")
         )

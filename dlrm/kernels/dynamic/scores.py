@@ -1,6 +1,7 @@
 """Scores of slots: which of them is the first to lose its id.
 
-A score has 31 bits, and is 0 for an empty slot. The low 8 bits are 1 more than the number of the
+A score has 31 bits, and is 0 for an empty slot; where a table has fewer slots than its buckets, the
+score of what is missing is -1, and no id gets it. The low 8 bits are 1 more than the number of the
 step that last used the slot, modulo 255: slots of this very step are not evicted, and one is
 counted once a step. (In one step of 255 a slot that was not used counts as used, by chance.) The
 other 23 bits are a *value*:
@@ -74,7 +75,7 @@ def priority(score: Tensor, now: Now, eviction: Eviction) -> Tensor:
         order = VALUE.value - elapsed
         if eviction.rule == "age":
             order = torch.where(elapsed >= eviction.age, order, KEPT.value)
-    kept = (score & TAG.value) == now.step % 255 + 1
+    kept = ((score & TAG.value) == now.step % 255 + 1) | (score < 0)
     return torch.where(score == 0, -1, torch.where(kept, KEPT.value, order))
 
 
@@ -120,5 +121,5 @@ def priority_triton(score, step, clock, EVICTION: tl.constexpr):
         order = VALUE - elapsed
         if EVICTION.rule == "age":
             order = tl.where(elapsed >= EVICTION.age, order, KEPT)
-    kept = (score & TAG) == (step % 255 + 1).to(tl.int32)
+    kept = ((score & TAG) == (step % 255 + 1).to(tl.int32)) | (score < 0)
     return tl.where(score == 0, -1, tl.where(kept, KEPT, order))

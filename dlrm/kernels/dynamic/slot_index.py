@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import torch
@@ -38,7 +39,7 @@ class SlotIndex(NamedTuple):
     ids: Tensor
     """Id of each slot, ``[slots]`` int64; :data:`EMPTY` for none."""
     scores: Tensor
-    """``[slots]`` int32; 0 for empty ones."""
+    """``[slots]`` int32; 0 for empty ones, -1 beyond the last slot of a table."""
     first: Tensor
     """First bucket of each table, ``[F]`` int64."""
     buckets: Tensor
@@ -60,10 +61,10 @@ class SlotIndex(NamedTuple):
         admission: Admission | None = None,
         device: torch.device | None = None,
     ) -> Self:
-        """An index of tables with at least so many ``slots`` each.
+        """An index of tables with so many ``slots`` each.
 
         Args:
-            slots: of each table, 1 or more; they are rounded up to whole buckets.
+            slots: of each table, 1 or more; they take whole buckets.
             eviction, admission: by default that of each class.
             device: of the tensors; by default that of PyTorch.
         """
@@ -72,9 +73,12 @@ class SlotIndex(NamedTuple):
         total = LANES * sum(buckets)
         cells = 1 << (total.bit_length() - 1) if admission.after > 1 else 2
         sizes = torch.tensor(buckets, device=device)
+        scores = torch.zeros(total, dtype=torch.int32, device=device)
+        for end, own in zip(accumulate(buckets), slots, strict=True):
+            scores[LANES * end - -own % LANES : LANES * end] = -1
         return cls(
             ids=torch.full((total,), EMPTY, device=device),
-            scores=torch.zeros(total, dtype=torch.int32, device=device),
+            scores=scores,
             first=sizes.cumsum(0) - sizes,
             buckets=sizes,
             time=torch.tensor([0, 0, 1], device=device),
