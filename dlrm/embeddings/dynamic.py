@@ -245,11 +245,13 @@ class _Division:
         if self._places is None:
             return max(min(level, expected), level // LEAST)
 
-        # All ids that have occurred come first, then as many others as may come to each table.
-        seen = [len(places) for places in self._places]
+        # All ids that have occurred come first, if bytes are not scarce each with another one that
+        # may come and be as frequent; then as many others as are expected of each table.
+        each = 1 if self.scarce else 2
+        seen = [each * len(places) for places in self._places]
         more = [max(every - own, 0) for every, own in zip(self._expected, seen, strict=True)]
         others = max(level - sum(seen), 0) * more[table] // max(sum(more), 1)
-        return int(np.searchsorted(self._places[table], level)) + others
+        return each * int(np.searchsorted(self._places[table], level // each)) + others
 
     def size(self, table: int, level: int) -> _Size:
         """The size of a table at a level."""
