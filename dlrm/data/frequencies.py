@@ -48,7 +48,9 @@ def read_frequencies(directory: str | os.PathLike[str], meta: Meta) -> list[Tens
         ValueError: a vocabulary is damaged, or lists an id outside its table.
     """
     paths = [Path(directory) / meta.vocabulary_file(column.name) for column in meta.categorical]
-    if meta.options.get("made_by") == DESCRIBED or not all(path.is_file() for path in paths):
+    if HASHED in meta.cardinalities or meta.options.get("made_by") == DESCRIBED:
+        return count_ids(directory, meta)
+    if not all(path.is_file() for path in paths):
         return count_ids(directory, meta)
     files = zip(paths, meta.categorical, strict=True)
     return list(map_in_order(lambda file: _listed(*file), files, cpu_count()))
