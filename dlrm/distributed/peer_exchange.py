@@ -27,11 +27,10 @@ class PeerExchange:
 
     Args:
         world: the processes, all on one host.
-        stream: purpose of the stream that copies what a process sends to itself.
     """
 
-    def __init__(self, world: World, stream: str = "arrival") -> None:
-        self._world, self._stream = world, stream
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._received: dict[tuple[str, torch.dtype, int], SymmetricTensor] = {}
 
     def ids(self, ids: Tensor, give: Sequence[int]) -> Tensor:
@@ -59,12 +58,10 @@ class PeerExchange:
         received = self._send(name, parts, [rank * size for size in sizes], ranks * max(sizes))
         return received[: ranks * sizes[rank]]
 
-    def _to_samples(
-        self, parts: Sequence[Tensor], get: Sequence[int], name: str = "vectors"
-    ) -> Tensor:
+    def _to_samples(self, parts: Sequence[Tensor], get: Sequence[int]) -> Tensor:
         """Send each rank the part of its samples."""
         begin = sum(get[: self._world.rank])
-        return self._send(name, parts, [begin] * len(parts), sum(get))[: sum(get)]
+        return self._send("vectors", parts, [begin] * len(parts), sum(get))[: sum(get)]
 
     def _send(self, name: str, parts: Sequence[Tensor], starts: Sequence[int], room: int) -> Tensor:
         """Copy a part to each rank, from an element of its memory on; returns what all sent.
@@ -83,7 +80,7 @@ class PeerExchange:
         received = self._received[key]
 
         # The copy to this process runs next to those over links.
-        own = side_stream_of(like.device, self._stream)
+        own = side_stream_of(like.device, "arrival")
         for rank, there in zip(self._world.ring, received.peers.tensors, strict=True):
             part = parts[rank].reshape(-1)
             with own.fork() if rank == self._world.rank else nullcontext():
