@@ -61,6 +61,8 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     began = startup.begin() if argv is None else 0.0  # before the imports, which take seconds
     if name == "train" and print_help(arguments):
         return 0
+    if argv is None and name in ("train", "evaluate"):
+        startup.keep_memory()
     if argv is None and name in WITHOUT_PANDAS:
         startup.without_pandas()
 

@@ -71,16 +71,17 @@ def test_they_spin_longer_if_nothing_else_runs(load, machine, spins, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("name", "default"),
+    ("choose", "name", "default"),
     [
-        ("TRITON_CACHE_DIR", str(Path("home", ".triton", "cache"))),
-        ("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+        (startup.set_compilers, "TRITON_CACHE_DIR", str(Path("home", ".triton", "cache"))),
+        (startup.set_compilers, "TORCHINDUCTOR_COMPILE_THREADS", "1"),
+        (startup.keep_memory, "MIMALLOC_PURGE_DELAY", "10000"),
     ],
 )
-def test_kernels_have_one_cache_and_one_process_unless_the_user_says(name, default, monkeypatch):
+def test_variables_are_set_unless_the_user_has(choose, name, default, monkeypatch):
     for given, found in (({}, default), ({name: "7"}, "7")):
         monkeypatch.setattr(os, "environ", {"TRITON_HOME": "home", **given})
-        startup.set_compilers()
+        choose()
         assert os.environ[name] == found
 
 
