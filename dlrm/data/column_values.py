@@ -93,11 +93,19 @@ def read_bags(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the ids of a multi-hot column, and where each bag begins; a null is an empty bag.
 
+    Bags of a fixed length are lists or, which is read twice as fast, the bytes of their ids
+    (:func:`is_bytes_of_ids`).
+
     Returns:
         The ids ``[rows, bag_size]`` and None if the column has a ``bag_size``; otherwise the ids
         ``[nnz]`` of all rows and offsets ``[rows + 1]``, which may begin anywhere.
     """
     size, rows, offsets = column.bag_size, len(array), None
+    if size is not None and is_bytes_of_ids(array.type, size):
+        item = pa.int32() if array.type.byte_width == 4 * size else pa.int64()
+        buffers, mask = [None, array.buffers()[1]], array.is_null() if array.null_count else None
+        entries = pa.Array.from_buffers(item, rows * size, buffers, offset=array.offset * size)
+        array = pa.FixedSizeListArray.from_arrays(entries, size, mask=mask)
     fixed = pa.types.is_fixed_size_list(array.type)
     if not fixed and not array.null_count:
         offsets = array.offsets.to_numpy()
@@ -143,6 +151,16 @@ def is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def is_list_of_ids(kind: pa.DataType) -> bool:
-    """Whether a column of this type can be a multi-hot feature."""
-    return is_list(kind) and pa.types.is_integer(kind.value_type)
+def is_bytes_of_ids(kind: pa.DataType, bag_size: int | None) -> bool:
+    """Whether a column of this type holds bags of so many ids as their bytes: int32 or int64, the
+    lowest byte first."""
+    if bag_size is None or not pa.types.is_fixed_size_binary(kind):
+        return False
+    return kind.byte_width in (4 * bag_size, 8 * bag_size)
+
+
+def is_list_of_ids(kind: pa.DataType, bag_size: int | None = None) -> bool:
+    """Whether a column of this type can be a multi-hot feature, with bags of this length if it is
+    given."""
+    of_integers = is_list(kind) and pa.types.is_integer(kind.value_type)
+    return of_integers or is_bytes_of_ids(kind, bag_size)

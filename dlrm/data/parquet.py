@@ -282,7 +282,9 @@ class RowGroupReader:
             expected.append((meta.weight, "an integer or float (weights)", _is_number))
         for column in meta.categorical:
             if column.multi_hot:
-                expected.append((column.name, "a list of integers (multi-hot)", is_list_of_ids))
+                wanted = "a list of integers, or the bytes of bag_size integers (multi-hot)"
+                is_bag = partial(is_list_of_ids, bag_size=column.bag_size)
+                expected.append((column.name, wanted, is_bag))
             else:
                 expected.append((column.name, "an integer (categorical)", pa.types.is_integer))
 
