@@ -312,6 +312,19 @@ def bench(result: Result, *, metric: str) -> Rows:
     return [{"": kind, **{log: row.get(log, "-") for log in logs}} for kind, row in rows.items()]
 
 
+def by_task(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Both test metrics on each log, of boosted trees and of each kind: a row for each log."""
+    for log, trees in sorted(result["trees"].items()):
+        own = [r for r in result["results"] if r["log"] == log]
+        cells = {"": log}
+        for metric in ("AUC", "log loss"):
+            cells[f"{metric}, trees"] = f"{trees[metric.lower().replace(' ', '_')]:.4f}"
+            for r in own:
+                name = f"{metric}, `{r['emb']}` {r['budget'] or ''}".strip()
+                cells[name] = spread(r[metric], r[f"{metric} std"])
+        yield cells
+
+
 def over_days(result: Result) -> Rows:
     """Progressive AUC on each log, of each kind at each ratio."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
