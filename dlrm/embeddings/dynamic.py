@@ -238,20 +238,20 @@ class _Division:
         self._places = self.budget.counts and _places(self.budget.counts)
 
     def rows(self, table: int, level: int) -> int:
-        """Ids of a table with a row at a level: how many of all tables have one together or, if it
-        is not known how often they occur, the most of one table.
+        """Ids of a table with a row at a level: how many of all tables that have occurred have one
+        or, if it is not known how often they occur, the most of one table.
         """
         expected = self._expected[table]
         if self._places is None:
             return max(min(level, expected), level // LEAST)
 
-        # All ids that have occurred come first, if bytes are not scarce each with another one that
-        # may come and be as frequent; then as many others as are expected of each table.
-        each = 1 if self.scarce else 2
-        seen = [each * len(places) for places in self._places]
+        # First the ids that have occurred, if bytes are not scarce with half as many new ones that
+        # may be as frequent; then as many others as are expected of each table.
+        seen = [len(places) for places in self._places]
         more = [max(every - own, 0) for every, own in zip(self._expected, seen, strict=True)]
         others = max(level - sum(seen), 0) * more[table] // max(sum(more), 1)
-        return each * int(np.searchsorted(self._places[table], level // each)) + others
+        found = int(np.searchsorted(self._places[table], level))
+        return found + (0 if self.scarce else found // 2) + others
 
     def size(self, table: int, level: int) -> _Size:
         """The size of a table at a level."""
