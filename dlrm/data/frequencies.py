@@ -88,6 +88,7 @@ def count_ids(
     row_groups = reader.row_groups("train")
     every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
     try:
+        # A column of hashed ids has none before they are counted.
         counts = [torch.zeros(rows % HASHED, dtype=torch.int64) for rows in meta.cardinalities]
     except RuntimeError:  # of PyTorch, if there is not enough memory
         column = max(meta.categorical, key=lambda column: column.cardinality)

@@ -54,11 +54,13 @@ def write_batches(batches: Iterable[pa.RecordBatch], path: Path, suffix: str, na
 def _in_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Tables of at least as many rows as a row group has; the last may have fewer."""
     held: list[pa.RecordBatch] = []
+    rows = 0
     for batch in batches:
         held.append(batch)
-        if sum(each.num_rows for each in held) >= GROUP_ROWS:
+        rows += batch.num_rows
+        if rows >= GROUP_ROWS:
             yield pa.Table.from_batches(held)
-            held = []
+            held, rows = [], 0
     if held:
         yield pa.Table.from_batches(held)
 

@@ -17,7 +17,7 @@ from dlrm.training.run_directory import BEST, LATEST
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the manifest of a checkpoint must say."""
+    """The step and the run that the manifest of a checkpoint must have."""
 
     step: int
     run: str | None = None
