@@ -13,6 +13,7 @@ from dlrm.data.prepare.column_options import TableOptions, read_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.infer import ColumnsError
+from dlrm.data.prepare.kinds import OF_THE_DAY
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.rates import rate_names
 from dlrm.data.prepare.table import (
@@ -96,7 +97,8 @@ def _prepare(options: Namespace) -> None:
     if plan.rated:
         columns = f"{len(plan.rated)} column{'s' * (len(plan.rated) > 1)}"
         print(f"counts and rates of the ids of {columns}, from other rows (rates: false: none)")
-    times = [column.name for column in plan.columns if column.kind == "time"]
+    moments = (column for column in plan.columns if column.kind == "time")
+    times = [column.name for column in moments if column.options.format not in OF_THE_DAY]
     if times and plan.options.split.by == "rows" and options.ids_of is None:
         option = shlex.join(["--split-by", f"time:{times[0]}"])
         print(f"split in the order of the rows (by time: {option})")

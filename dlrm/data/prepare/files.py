@@ -29,6 +29,7 @@ from .values import NUMBER_MISSING
 PARQUET_ROWS = 1 << 16  # of a part
 DELIMITERS = (",", "\t", ";", "|")
 PICKLED = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
+BINARY = b"Obj\1", b"ORC\n", b"\x89HDF", b"SQLite format 3", b"\x93NUMPY"
 PACKED = "; unpack it, or pack it with gzip or zstd"
 OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
     (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): "UTF-16; convert it to UTF-8, for example with "
@@ -40,8 +41,7 @@ OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
     b"\xfd7zXZ": f"packed with xz{PACKED}",
     b"PAR1": "a Parquet file; give it a name that ends in .parquet",
     b"ARROW1": "a Feather file; write it with DataFrame.to_parquet",
-    (b"Obj\1", b"\x89HDF", b"SQLite format 3", b"\x93NUMPY"): "a file of Avro, HDF5, SQLite or "
-    "NumPy; write its rows as Parquet or CSV",
+    BINARY: "a file of Avro, ORC, HDF5, SQLite or NumPy; write its rows as Parquet or CSV",
 }
 """The first bytes of other files, and what these are."""
 PLAIN_TYPES = {
@@ -322,6 +322,8 @@ def _first_line(path: Path, quotes: bool) -> str:
     for beginning, what in OTHER_FILES.items():
         if start.startswith(beginning):
             raise ValueError(f"{path} is {what}")
+    if b"\0" in start.split(b"\n", 1)[0]:  # such as ORC and TFRecord
+        raise ValueError(f"{path} is no text, as a byte is 0; write its rows as Parquet or CSV")
 
     start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():

@@ -20,6 +20,7 @@ from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
 from .columns import Column, ColumnPlan, most_bucketed
 from .files import ParquetPart, RawFile, no_header_hint
 from .kinds import (
+    OF_THE_DAY,
     InferredKind,
     NoFeatureError,
     find_kind,
@@ -298,7 +299,8 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
         return replace(own, transform=own.transform or default)
     if own.kind == "time":
         dates = pa.types.is_date(sample.type) or whole_days(sample, own.format)
-        return replace(own, parts=own.parts or (PARTS[1:] if dates else PARTS))
+        parts = PARTS[::2] if own.format in OF_THE_DAY else PARTS[1:] if dates else PARTS
+        return replace(own, parts=own.parts or parts)
     if own.kind not in ("category", "list"):
         return own
 

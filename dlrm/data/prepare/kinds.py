@@ -25,6 +25,8 @@ WITH_YEAR = r"^(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\w{1,9}[-/. ]\w{1,9}(, |[-/. ])\d{
 DATES = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d", "%Y.%m.%d")
 MONTHS = ("%d-%b-%Y", "%d %b %Y", "%b %d, %Y")  # by name, short or in full
 CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+CLOCK = r"^\d\d:\d\d(:\d\d)?$"
+OF_THE_DAY = ("%H:%M", "%H:%M:%S")
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
@@ -34,6 +36,7 @@ SURE = 4.0  # standard deviations
 MOST = 3.0  # a trend explains this much more than what is left
 MANY_VALUES, DEGREE = 100, 5  # of so many values, a curve may rise and fall, and explains more
 EXACT, LARGE = 2**53, "of 16 digits and more"  # a float does not hold every larger integer
+DIGIT_DATES = (19_000_101, 20_991_231)
 LIKELY_YEARS = (20, 80)  # since 1970, of numbers that may be times
 ID_NAME = re.compile(
     r"(?:^|[_. ]|(?-i:[a-z](?=[A-Z])))"
@@ -109,8 +112,6 @@ def find_kind(
             if untyped and np.median(np.abs(there)) >= EXACT:
                 why = f"integers {LARGE}{_repeats(sample)}"
                 return InferredKind(kind="category", why=why)
-    if pa.types.is_time(kind) and untyped:
-        return InferredKind(kind="category", why=f"times of the day, {_often(sample)}")
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return InferredKind(kind="number", why="numbers")
     if pa.types.is_time(kind) or pa.types.is_duration(kind):
@@ -157,9 +158,13 @@ def find_time_format(sample: pa.Array) -> str | None:
     days up to 12 alone, a date such as 03/04/2024 may be read in two ways.
     """
     texts = pc.utf8_trim_whitespace(sample.drop_null())
-    if not len(texts) or not pc.all(pc.match_substring_regex(texts, WITH_YEAR)).as_py():
+    if not len(texts):
         return None
-    forms = [date + clock for date in DATES + MONTHS for clock in CLOCKS]
+    forms = [*OF_THE_DAY]
+    if pc.all(pc.match_substring_regex(texts, WITH_YEAR)).as_py():
+        forms = [date + clock for date in DATES + MONTHS for clock in CLOCKS]
+    elif not pc.all(pc.match_substring_regex(texts, CLOCK)).as_py():
+        return None
     for some in (texts[:ENOUGH_ROWS], texts):  # the first ones rule out most
         parsed = (pc.strptime(some, format=f, unit="s", error_is_null=True) for f in forms)
         forms = [form for form, found in zip(forms, parsed, strict=True) if not found.null_count]
@@ -188,7 +193,10 @@ def _find_integer(
         note = _repeats(sample) or _alternative(name, "number")
         return InferredKind(kind="category", why=f"{what}, by its name{note}")
 
-    # Few values are ids, and values that hardly repeat are numbers.
+    # Dates, few values, which are ids, and values that hardly repeat, which are numbers.
+    if form := find_digit_dates(present):
+        why = f"{what} that are dates, {form}{_alternative(name, 'category')}"
+        return InferredKind(kind="time", why=why, format=form)
     count = f"{what}, {len(distinct):,} value{'s' * (len(distinct) != 1)}"
     if len(sample) >= ENOUGH_ROWS and len(distinct) <= FEW_VALUES:
         note = _repeats(sample)
@@ -301,6 +309,15 @@ def find_time_unit(values: NDArray[np.integer]) -> str | None:
         if len(years) >= ENOUGH_ROWS and years.min() >= low and years.max() <= high:
             return unit
     return None
+
+
+def find_digit_dates(values: NDArray[np.integer]) -> str | None:
+    """The format of integers such as 20241231, if all are days of our time."""
+    form, (low, high) = "%Y%m%d", DIGIT_DATES
+    if len(values) < ENOUGH_ROWS or values.min() < low or values.max() > high:
+        return None
+    days = pa.array(np.unique(values)).cast(pa.string())
+    return None if pc.strptime(days, form, unit="s", error_is_null=True).null_count else form
 
 
 def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:

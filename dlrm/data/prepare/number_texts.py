@@ -12,6 +12,8 @@ PLAIN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 MARKED = r"^[+-]?[\d.,][\d.,' \x{a0}\x{202f}]*([eE][+-]?\d+)?$"
 """All other forms match this, and more."""
 SYMBOLS = ("$", "€", "£", "¥", "%")
+UNIT = re.compile(r"\d ?((?<= )[^\W\d]|[^\W\d]{2,6})$")
+"""Such as km or EUR at the end; a single letter after a digit may be part of a code."""
 SPACES = " \u00a0\u202f"
 
 
@@ -82,8 +84,9 @@ def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
     """Find out how numbers are written, if not plainly; None if less than a ``share`` of the texts,
     of which none is missing or has white space around it, are numbers."""
     wanted = share * len(texts)
+    unit = UNIT.findall(texts[0].as_py()) if len(texts) and share < 1 else []
     symbol = next(
-        (s for s in SYMBOLS if len(texts) and _count(texts, re.escape(s)) >= wanted), None
+        (s for s in (*SYMBOLS, *unit) if len(texts) and _count(texts, re.escape(s)) >= wanted), None
     )
     if not len(texts) or (symbol is None and _count(texts, MARKED) < wanted):
         return None

@@ -100,9 +100,18 @@ class CsvPart(TextBlock):
         self, *, skip_bad: bool = False, types: Mapping[str, pa.DataType] | None = None
     ) -> pa.RecordBatch:
         """All columns, with the types that pyarrow finds, or those of ``types``. Bad rows can be
-        left out."""
+        left out. Times of the day, and integers in hexadecimal, are texts."""
+        handler = (lambda _: "skip") if skip_bad else None
         try:
-            return self._read(types, (lambda _: "skip") if skip_bad else None)
+            rows = self._read(types, handler)
+            kinds = [pa.types.is_time, *([pa.types.is_integer] if b"0x" in self.data else [])]
+            names = [field.name for field in rows.schema if any(of(field.type) for of in kinds)]
+            texts = self._read(dict.fromkeys(names, pa.string()), handler) if names else rows
+            for index, name in enumerate(rows.schema.names):
+                found = texts[name] if name in names else rows[name]
+                if name in names and pc.any(pc.match_substring_regex(found, "[:x]")).as_py():
+                    rows = rows.set_column(index, name, found)
+            return rows
         except pa.ArrowInvalid as error:
             _raise_first(self._texts[2])
             raise ValueError(f"{self.path} can't be read: {error}") from None

@@ -259,6 +259,7 @@ def _no_number(text: str, name: str, marks: Marks | None) -> tuple[str, str]:
         known = found.marks
         told = f'decimal: "{known.decimal}"' if known else 'decimal: "," or thousands: ","'
         told += f', thousands: "{known.thousands}"' if known and known.thousands else ""
+        told += f', symbol: "{known.symbol}"' if known and known.symbol else ""
         option = f", or if it is one, set columns: {{{name}: {{kind: number, {told}}}}}"
     return f"{shown(text)} is not a number{written}; correct it", option
 

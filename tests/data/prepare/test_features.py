@@ -2,6 +2,7 @@
 
 import uuid
 from collections import Counter
+from datetime import time
 from itertools import combinations
 
 import numpy as np
@@ -331,12 +332,19 @@ def test_types_that_extend_others(tmp_path):
     assert as_batch(pa.table({"x": cut})).schema.types[0].num_fields == 2
 
 
-def test_times_of_the_day_in_a_csv_are_categories(tmp_path):
-    """They were called numbers, and the first one no number."""
-    columns = {"label": [0, 1] * 100, "at": [f"{i % 24:02}:30" for i in range(200)]}
-    meta, plan = prepare_rows(write_rows(tmp_path / "rows.csv", columns), tmp_path / "out")
-    assert plan.columns[1].why == "times of the day, 24 values in 200 rows"
-    assert meta.categorical[0].cardinality == 25
+@pytest.mark.parametrize("form", ["%H:%M", "%H:%M:%S"])
+def test_times_of_the_day_are_hours_and_a_number(tmp_path, form):
+    """They were ids, of which a day has 1,440 and more."""
+    minutes = [97 * i % 1440 for i in range(200)]
+    at = [time(m // 60, m % 60).strftime(form) for m in minutes]
+    columns = {"label": [0, 1] * 100, "item": ["a", "b"] * 100, "at": at}
+    path = write_rows(tmp_path / "rows.csv", columns)
+    meta, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
+    assert plan.columns[2].why.startswith(f"texts that are times, {form}; if these are ids")
+    assert [c.name for c in meta.categorical] == ["item", "at_hour"]
+    assert "at_age" in meta.dense
+    ages = pq.read_table(tmp_path / "out" / meta.splits["train"].files[0])["at_age"].to_numpy()
+    assert (np.argsort(ages) == np.argsort(minutes)[::-1]).all()
 
 
 def test_quantiles_of_many_rows_are_those_of_a_part(monkeypatch):

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -243,6 +244,27 @@ def test_times_as_people_write_them(tmp_path, form, days, kind):
     assert plan.columns[2].options.format == form
     parts = [feature.part for feature in plan.features if feature.part]
     assert parts == ["hour"] * ("%M" in form) + ["weekday", "age"]
+
+
+def test_integers_that_are_days_are_times(tmp_path):
+    days = pd.date_range("2023-12-20", periods=30).strftime("%Y%m%d").astype(int).to_numpy()
+    path = csv(tmp_path / "rows.csv", seen=np.tile(days, 10)[:200], at=["08:30", "21:15"] * 100)
+    meta, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
+    assert plan.columns[2].why.startswith("integers that are dates, %Y%m%d; if these are ids: ")
+    assert "seen_weekday" in [column.name for column in meta.categorical]
+    ages = pq.read_table(tmp_path / "out" / meta.splits["train"].files[0])["seen_age"]
+    assert len(set(ages.to_pylist())) == 30
+    for odd in (20231332, 18991231):  # no days, or none of our time
+        found = find_kind("seen", pa.array([*np.tile(days, 10), odd]), True)
+        assert found.kind != "time"
+
+
+def test_hexadecimal_integers_are_ids(tmp_path):
+    """They were called numbers, and the first one no number."""
+    keys, sizes = [f"0x{i * i:x}" for i in range(200)], [i * 7 % 199 for i in range(200)]
+    path = csv(tmp_path / "rows.csv", key=keys, size=sizes)
+    _, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
+    assert [column.kind for column in plan.columns[2:]] == ["category", "number"]
 
 
 def test_lists_of_which_the_first_rows_have_none(tmp_path):

@@ -164,6 +164,7 @@ def test_marks_that_are_none(own, message):
     ("text", "remedy"),
     [
         ("3,14", r'{kind: number, decimal: ","}}'),
+        ("$3", r'{kind: number, decimal: ".", symbol: "$"}}'),
         ("1,234", r'{kind: number, decimal: "," or thousands: ","}}'),
         ("x", "correct it, or set columns: {price: category}"),
     ],
@@ -180,6 +181,8 @@ def test_the_error_of_a_plain_number_tells_the_remedy(text, remedy):
         (["$9.5", "$1,200.25", "-$3"], [9.5, 1200.25, -3], "thousands ',' and symbol '$'"),
         (["5%", "12.5 %", "100%"], [5, 12.5, 100], "decimal '.' and symbol '%'"),
         (["9,5 €", "1.200,25 €", "3 €"], [9.5, 1200.25, 3], "decimal ',' and thousands '.' and"),
+        ([f"{i} km" for i in range(30)], [0, 1, 2], "numbers such as '0 km': decimal '.' and sym"),
+        ([f"{i}.5EUR" for i in range(30)], [0.5, 1.5, 2.5], "decimal '.' and symbol 'EUR'"),
     ],
 )
 def test_numbers_with_a_symbol(tmp_path, texts, wanted, told):
