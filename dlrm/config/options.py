@@ -170,7 +170,7 @@ def type_name(annotation: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
     if origin is dict:
-        return f"a mapping of tables to {type_name(arguments[1])}, as in {{C3: ..., C12: ...}}"
+        return f"a mapping of tables to {type_name(arguments[1])}, as in {{NAME: ...}}"
     if origin in (tuple, list):
         return f"a list, each {type_name(arguments[0])}"
     if arguments:

@@ -99,5 +99,6 @@ def importance_table(found: Importance) -> str:
     rows = [["column", "AUC lost", "", "log loss gained", ""]]
     for name, lost in found.items():
         cells = [f"{lost[m]:.4f} ±{lost[f'{m}_std']:.4f}".split(" ") for m in LOST]
+        cells = [["-", ""] if "nan" in own else own for own in cells]  # of rows of one class
         rows.append([printable(name), *cells[0], *cells[1]])
     return align_right(rows)

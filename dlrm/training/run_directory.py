@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dlrm.utils.atomic import atomic_write, hold
 from dlrm.utils.documents import read_yaml, refuse_pipe
 from dlrm.utils.links import refuse_links_out
-from dlrm.utils.messages import require_local
+from dlrm.utils.messages import listing, require_local
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -77,9 +77,9 @@ def named(path: str | Path) -> tuple[Path | None, str]:
     elif not is_one:  # a damaged one, or a name from the index
         known = which in (LATEST, BEST) or (step_of(path) and os.path.lexists(path))
         if not inside or not known:
-            raise FileNotFoundError(
-                f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
-            )
+            runs = [str(inner) for inner in _entries(path) if is_run(inner)]
+            hint = f", such as {listing(runs[::-1], 5)}" if runs else " or one in its checkpoints/"
+            raise FileNotFoundError(f"{path} is not a checkpoint: name a run directory{hint}")
     if run is not None:
         refuse_links_out(run)
     return run, which

@@ -116,7 +116,7 @@ def test_an_older_run_resumes_though_its_file_names_options_of_then(capsys, tmp_
         ("--resume", "", "--resume is '', it must name a run or a checkpoint"),
         ("--init_from", "", "--init_from is '', it must name a run or a checkpoint"),
         ("--device", "gpu", "--device is 'gpu'"),
-        ("--tables.kinds", "{C3:tt}", "as in {C3: ..., C12: ...}"),
+        ("--tables.kinds", "{C3:tt}", "as in {NAME: ...}"),
     ],
 )
 def test_bad_values_name_option_and_rule(capsys, option, value, rule):

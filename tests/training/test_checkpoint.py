@@ -302,6 +302,8 @@ def test_others_are_refused(run, tmp_path, caplog):
         found.load(make("dense", rule="adam")[1].bottom_mlp)
     with pytest.raises(FileNotFoundError, match="is not a checkpoint: name a run directory"):
         Checkpoint.open(run / "checkpoints")
+    with pytest.raises(FileNotFoundError, match=rf"name a run directory, such as {run}$"):
+        Checkpoint.open(run.parent)
     (tmp_path / "manifest.json").write_text('{"format": "dlrm export"}')
     with pytest.raises(ValueError, match="it is an export: name the run"):
         Checkpoint.open(tmp_path)

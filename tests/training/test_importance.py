@@ -78,4 +78,5 @@ def test_rows_of_one_class_have_the_importance_of_log_loss_alone():
     one = Batch(batch.dense, batch.ids, torch.ones(SIZE))
     found = permutation_importance(Reads(), [one], ["I1", "I2", "C1", "C2"], seed=0)
     assert np.isnan(found["I2"]["auc"])
+    assert {line.split()[1] for line in importance_table(found).splitlines()[1:]} == {"-"}
     assert np.isfinite(found["I2"]["log_loss"])

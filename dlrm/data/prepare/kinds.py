@@ -121,7 +121,10 @@ def find_kind(
     if is_text(kind):
         return _find_text(name, sample, untyped)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return InferredKind(kind="category", why=f"texts, {_often(sample)}")
+        with suppress(pa.ArrowInvalid):
+            sample.cast(pa.string())
+            return InferredKind(kind="category", why=f"texts, {_often(sample)}")
+        raise NoFeatureError(f"{kind}, and not UTF-8")
     raise NoFeatureError(str(kind))
 
 

@@ -215,9 +215,8 @@ def as_texts(values: pa.Array, name: str) -> pa.Array:
         wrong = failing(len(values), lambda start, stop: values[start:stop].cast(pa.string()))
         row = next(wrong, None)
         value = None if row is None else shown(values[row].as_py())
-        raise BadValue(
-            name, [], f"the value {value} can't be made a text ({error}); write it as UTF-8"
-        ) from None
+        problem = f"the value {value} can't be made a text ({error}); write it as UTF-8"
+        raise BadValue(name, [], problem, f", or set columns: {{{name}: drop}}") from None
 
 
 def without_texts(array: pa.Array, missing: Sequence[str]) -> pa.Array:

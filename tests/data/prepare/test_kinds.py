@@ -149,16 +149,21 @@ def test_a_format_without_hours_makes_none(tmp_path):
 
 def test_all_columns_that_can_not_be_features_are_named_at_once(tmp_path):
     rows = {"label": [0, 1] * 100, "c": ["a", "b"] * 100, "place": [{"x": 1}] * 200}
-    pq.write_table(pa.table(rows | {"vector": [[0.5], []] * 100}), tmp_path / "rows.parquet")
+    rows |= {"key": [b"a", b"\xff"] * 100, "vector": [[0.5], []] * 100}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
     summary = r"label +int64 +label"
     message = (
-        r"columns can't be features: 'place' \(struct<.*\), 'vector' \(list<.*\); leave them out "
-        r"with columns: {place: drop, vector: drop}, or copy them to the result with columns: "
-        r"{place: pass, vector: pass}"
+        r"columns can't be features: 'place' \(struct<.*\), 'key' \(binary, and not UTF-8\), "
+        r"'vector' \(list<.*\); leave them out with columns: {place: drop, key: drop, "
+        r"vector: drop}, or copy them to the result with columns: {place: pass, key: pass, "
+        r"vector: pass}"
     )
     with pytest.raises(ColumnsError, match=message) as error:
         plan_rows(tmp_path / "rows.parquet")
     assert re.search(summary, error.value.summary)
+    given = {"place": "drop", "vector": "drop", "key": "category"}  # as of later rows
+    with pytest.raises(ValueError, match=r"b'\\xff' can't be made .*, or set columns: {key: drop}"):
+        prepare_rows(tmp_path / "rows.parquet", tmp_path / "out", {"columns": given})
 
 
 def test_the_columns_are_printed_before_an_error_about_them(tmp_path, script, capsys):
