@@ -231,8 +231,11 @@ def test_pooled_vectors_may_be_in_bf16(kind, options, mode):
 
 
 @every_case
-def test_bags_are_weighted(kind, options):
+def test_look_ups_are_weighted(kind, options):
     group = make(kind, options)
+    ids = one_hot(6)
+    weights = torch.randn(ids.shape, dtype=torch.float64)
+    torch.testing.assert_close(group(ids, None, weights), group(ids) * weights.T[..., None])
     ids, offsets, nested = bags()
     weights = torch.randn(len(ids), dtype=torch.float64, requires_grad=True)
     up = torch.randn(5, len(SIZES), 8, dtype=torch.float64)
@@ -240,14 +243,6 @@ def test_bags_are_weighted(kind, options):
     torch.testing.assert_close(*both)
     grads = [torch.autograd.grad((out * up).sum(), weights)[0] for out in both]
     torch.testing.assert_close(*grads)
-
-
-@every_case
-def test_one_hot_is_weighted(kind, options):
-    group = make(kind, options)
-    ids = one_hot(6)
-    weights = torch.randn(ids.shape, dtype=torch.float64)
-    torch.testing.assert_close(group(ids, None, weights), group(ids) * weights.T[..., None])
 
 
 @every_case
@@ -278,34 +273,18 @@ def test_no_bags_and_only_empty_bags(kind, options):
 def test_gradient_of_every_parameter_by_finite_differences(kind, options, mode):
     group = make(kind, options, dim=4, mode=mode, sparse=False)
     ids, offsets, _ = bags()
+    single = one_hot(5)
     names, values = zip(*group.named_parameters(), strict=True)
 
     def forward(*parameters):
-        return functional_call(group, dict(zip(names, parameters, strict=True)), (ids, offsets))
+        own = dict(zip(names, parameters, strict=True))
+        return tuple(functional_call(group, own, given) for given in ((ids, offsets), (single,)))
 
     forward(*values)  # rows of new ids may be copies of others, which have the same maximum
     with torch.no_grad():
         for value in values:
             value.copy_(torch.randn_like(value))
     assert torch.autograd.gradcheck(forward, values, fast_mode=True)
-
-
-@every_case
-def test_gradient_of_every_parameter_by_reconstruction(kind, options):
-    group = make(kind, options)
-    ids = one_hot(33)
-    up = torch.randn(33, len(SIZES), 8, dtype=torch.float64)
-    (group(ids) * up).sum().backward()
-    found = gradients(group)
-    group.zero_grad()
-    # All tables in full, then a selection by a one-hot matrix, in dense arithmetic alone.
-    for table, rows in enumerate(SIZES):
-        dense = group.rows(table, torch.arange(rows))
-        chosen = nn.functional.one_hot(ids[table], rows).double() @ dense
-        (chosen * up[:, table]).sum().backward()
-    for name, expected in gradients(group).items():
-        torch.testing.assert_close(found[name], expected, msg=lambda text, n=name: f"{n}: {text}")
-        assert expected.any()
 
 
 @every_case
@@ -328,12 +307,14 @@ def test_gradients_may_be_scaled_in_place(kind, options, sparse):
 def test_sparse_gradients_equal_dense_ones(kind, options):
     sparse, dense = make(kind, options, sparse=True), make(kind, options, sparse=False)
     dense.load_state_dict(sparse.state_dict())
-    ids, offsets, _ = bags()
-    for group in (sparse, dense):
-        group(ids, offsets).square().sum().backward()
-    assert not any(p.grad.is_sparse for p in dense.parameters() if p.grad is not None)
-    for name, expected in gradients(dense).items():
-        torch.testing.assert_close(gradients(sparse)[name], expected)
+    for given in (bags()[:2], (one_hot(33),)):
+        for group in (sparse, dense):
+            group.zero_grad()
+            group(*given).square().sum().backward()
+        assert not any(p.grad.is_sparse for p in dense.parameters() if p.grad is not None)
+        for name, expected in gradients(dense).items():
+            torch.testing.assert_close(gradients(sparse)[name], expected)
+            assert expected.any()
 
 
 @every_case
@@ -540,25 +521,19 @@ def test_options_suit_the_command_line(kind):
 
 
 @every_case
-def test_state_loads_into_a_fresh_group(kind, options):
-    old, new = make(kind, options), make(kind, options)
-    ids = one_hot(9)
-    assert not torch.equal(old(ids), new(ids))
-    new.load_state_dict(old.state_dict())
-    assert torch.equal(old(ids), new(ids))
-
-
-@every_case
-def test_a_copy_is_independent(kind, options):
-    group = make(kind, options)
+def test_states_and_copies_are_independent(kind, options):
+    group, fresh = make(kind, options), make(kind, options)
     ids = one_hot(9)
     before = group(ids).detach()
-    twin = copy.deepcopy(group)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.add_(1)
+    assert not torch.equal(fresh(ids), before)
+    fresh.load_state_dict(group.state_dict())
+    for twin in (fresh, copy.deepcopy(group)):
+        assert torch.equal(twin(ids), before)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.add_(1)
+        assert not torch.equal(twin(ids), before)
     assert torch.equal(group(ids), before)
-    assert not torch.equal(twin(ids), before)
 
 
 @every_case

@@ -1,15 +1,22 @@
-"""A run that is trained on with a later day, whose new values get ids and rows of their own."""
+"""A run that is trained on with a later day, whose new values get ids and rows of their own.
 
+Days are Criteo's, and those of a table with lists.
+"""
+
+import collections
 import json
 import random
 import shutil
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from dlrm.data.criteo import Options, prepare
-from dlrm.data.prepare.vocabulary import extend_ids
+from dlrm.data.prepare.vocabulary import Vocabulary, extend_ids
 from dlrm.data.schema import CRITEO_CATEGORICAL, Meta
 from dlrm.training.checkpoint import load_model
 from tests.kit import criteo_rows, read_splits, write_criteo
@@ -67,7 +74,9 @@ def vocabulary(directory, name):
 
 
 def ids_of(directory, name):
-    return [i for rows in read_splits(directory).values() for i in rows[name].to_pylist()]
+    """The ids of a column in each row."""
+    ids = [i for rows in read_splits(directory).values() for i in rows[name].to_pylist()]
+    return [i if isinstance(i, list) else [i] for i in ids]
 
 
 def raw_column(path, place):
@@ -77,31 +86,38 @@ def raw_column(path, place):
     ]
 
 
+def require_extended(first, second, name, rows, cap=None):
+    """The vocabulary of a column extends that of the day before, as its values in each row say.
+
+    Returns:
+        The number of new values.
+    """
+    (old, before), (values, counts) = (vocabulary(day, name) for day in (first, second))
+    late = values[len(old) :]
+    assert values[: len(old)] == old
+    train = rows[: Meta.read(second).splits["train"].rows]
+    seen = collections.Counter(value for row in train for value in row)
+    new = {value for value in seen if value not in old and seen[value] >= 2}
+    assert set(late) <= new if len(values) == cap else set(late) == new
+
+    found = [seen[value] for value in late]
+    assert found == sorted(found, reverse=True) == counts[len(old) :]
+    known = zip(old, before, counts, strict=False)
+    assert all(now == was + seen[value] for value, was, now in known if value is not None)
+    assert sum(counts) == sum(before) + sum(seen.values())
+    ids = {value: i for i, value in enumerate(values)}
+    assert ids_of(second, name) == [[ids.get(value, ids[None]) for value in row] for row in rows]
+    return len(late)
+
+
 def test_old_values_keep_their_ids_and_new_ones_follow(days):
-    metas = [Meta.read(days / str(day)) for day in range(3)]
     appended = 0
     for place, name in enumerate(CRITEO_CATEGORICAL, 14):
         for day in (1, 2):
-            (old, before), (values, counts) = (
-                vocabulary(days / str(d), name) for d in (day - 1, day)
-            )
-            assert values[: len(old)] == old
-            column = raw_column(days / f"{day}.txt", place)
-            train = column[: metas[day].splits["train"].rows]
-            seen = {value: train.count(value) for value in set(train)}
-            new = {value for value in seen if value not in old and seen[value] >= 2}
-            assert set(values[len(old) :]) == new
-            late = [seen[value] for value in values[len(old) :]]
-            assert late == sorted(late, reverse=True) == counts[len(old) :]
-            known = [seen.get(value, 0) for value in old if value is not None]
-            totals = [c for value, c in zip(old, before, strict=True) if value is not None]
-            totals = [a + b for a, b in zip(totals, known, strict=True)]
-            assert [c for v, c in zip(old, counts, strict=False) if v is not None] == totals
-            ids = {value: i for i, value in enumerate(values)}
-            assert ids_of(days / str(day), name) == [ids.get(value, ids[None]) for value in column]
-            assert sum(counts) == sum(before) + len(train)
-            appended += len(new)
+            rows = [[value] for value in raw_column(days / f"{day}.txt", place)]
+            appended += require_extended(days / str(day - 1), days / str(day), name, rows)
     assert appended > 500
+    metas = [Meta.read(days / str(day)) for day in range(3)]
     assert [e.fingerprint for e in metas[2].extends] == [m.fingerprint for m in metas[:2]]
     assert metas[2].rows_at(metas[0].fingerprint) == metas[0].cardinalities
     assert metas[2].rows_at(metas[2].fingerprint) is None
@@ -200,7 +216,8 @@ def test_ids_of_values_that_were_long_unseen_go_to_new_ones(forget, days, forget
             assert vocabulary(made, name) == (values, counts)
             table = pq.read_table(made / Meta.vocabulary_file(name))
             assert table["unseen"].to_pylist() == unseen
-            assert ids_of(made, name) == [values.index(v) if v in values else other for v in column]
+            ids = [values.index(v) if v in values else other for v in column]
+            assert ids_of(made, name) == [[i] for i in ids]
     assert forgotten > 100
     smaller, whole = Meta.read(forgetting / f"{forget}_2"), Meta.read(days / "2")
     assert sum(smaller.cardinalities) < sum(whole.cardinalities) - 50
@@ -337,3 +354,113 @@ def test_kinds_that_cannot_grow_are_refused_with_what_works(days, first, run, tm
     given[1] = days / "0"  # and there is no way back
     done = run("train", *given, "--init_from", tmp_path / "grown", status=2)
     assert "was prepared separately from the data of" in done.stderr
+
+
+OF_TABLE = """\
+label: clicked
+min_count: 2
+columns:
+  price: {kind: number, transform: log}
+  age: {kind: number, transform: quantile, buckets: 4}
+  user: category
+  few: {kind: category, cap: 12}
+  tags: {kind: list, separator: "|"}
+"""
+
+
+@pytest.fixture
+def table_days(tmp_path, run):
+    """A directory with two days of a table, of which the second extends the first; their rows."""
+    (tmp_path / "options").write_text(OF_TABLE)
+    every, more = [], ["--config", tmp_path / "options"]
+    for day in range(2):
+        rng, raw = random.Random(day), tmp_path / f"{day}.csv"
+        rows = [
+            {
+                "price": round(rng.lognormvariate(2, 1), 2),
+                "age": rng.randrange(90),
+                "user": f"u{rng.randrange(80) + 30 * day}" if rng.random() < 0.9 else "",
+                "few": f"f{rng.randrange(day, day + 20)}",
+                "tags": "|".join(f"t{rng.randrange(9) + 5 * day}" for _ in range(3)),
+                "clicked": int(rng.random() < 0.3),
+            }
+            for _ in range(400)
+        ]
+        pd.DataFrame(rows).to_csv(raw, index=False)
+        run("prepare_table", raw, "--output", tmp_path / f"{day}", *SPLIT, *more)
+        more = ["--ids-of", tmp_path / "0", "--append-new"]
+        every.append(rows)
+    return tmp_path, every
+
+
+SPLIT = ["--split", "0.8", "0.1", "0.1"]
+
+
+def test_new_values_of_a_table_get_ids_too(table_days, run):
+    directory, (_, rows) = table_days
+    days = directory / "0", directory / "1"
+    grown = {}
+    for name in ("user", "few", "tags"):
+        values = [row[name].split("|") if name == "tags" else [row[name]] for row in rows]
+        grown[name] = require_extended(*days, name, values, cap=12 if name == "few" else None)
+    assert grown["user"] > 10
+    assert grown["tags"] > 2
+    assert vocabulary(days[0], "age") == vocabulary(days[1], "age"), "the buckets of the first day"
+
+    metas = [Meta.read(day) for day in days]
+    sizes = zip(metas[0].tables, metas[0].cardinalities, strict=True)
+    assert metas[1].cardinalities == tuple(size + grown.get(name, 0) for name, size in sizes)
+    assert metas[1].rows_at(metas[0].fingerprint) == metas[0].cardinalities
+    transforms = [(day / "transform.json").read_text() for day in days]
+    assert transforms[0].partition('"scalings"')[2] == transforms[1].partition('"scalings"')[2]
+    again = ("--output", directory / "2", *SPLIT, "--ids-of", days[1])
+    run("prepare_table", directory / "1.csv", *again)
+    assert Meta.read(directory / "2").extends == metas[1].extends  # nothing is new
+
+
+def test_raw_rows_with_new_values_are_scored_as_prepared_ones(table_days, run):
+    directory, _ = table_days
+    given = ["--output", directory, *SMALL, "--max_steps"]
+    run("train", "--data", directory / "0", "--name", "first", *given, "3")
+    more = ["--init_from", directory / "first", "--name", "second"]
+    run("train", "--data", directory / "1", *more, *given, "0")
+    scores = [directory / f"{name}.csv" for name in ("prepared", "raw")]
+    run("predict", directory / "second", directory / "1", scores[0], "--split", "test")
+    run("predict", directory / "second", directory / "1.csv", scores[1])
+    prepared, raw = map(pd.read_csv, scores)
+    assert raw["probability"].tolist()[360:] == pytest.approx(prepared["probability"].tolist())
+
+
+def test_counts_of_values_that_stay_without_an_id_are_those_of_unseen_ones():
+    old = Vocabulary(
+        values=pa.array(["b", None, "a"], pa.large_string()), counts=np.array([5, 3, 1]), oov_id=1
+    )
+    values, counts = pa.array(["a", "c", "d", "e", "f"]), np.array([4, 2, 2, 1, 7])
+    made, _ = extend_ids(old, values, counts, min_count=2, most=5)
+    assert made.values.to_pylist() == ["b", None, "a", "f", "c"]
+    assert made.counts.tolist() == [5, 6, 5, 7, 2]
+    assert made.oov_id == 1
+    full, _ = extend_ids(old, values, counts, min_count=1, most=2)
+    assert full.values.equals(old.values)
+
+
+def test_long_unseen_texts_are_forgotten_for_new_ones():
+    old = Vocabulary(
+        values=pa.array(["b", None, "a", "", "g"], pa.large_string()),
+        counts=np.array([5, 3, 3, 2, 1]),
+        oov_id=1,
+        unseen=np.array([0, 0, 2, 1, 1], np.int32),
+    )
+    # c and d are new; b and g are unseen for 1 and 2, a for 3; "" occurs, but not for training
+    values, counts = pa.array(["", "c", "d", "e"]), np.array([0, 3, 2, 1])
+    made, _ = extend_ids(old, values, counts, min_count=1, evict_after=2)
+    assert made.values.to_pylist() == ["b", None, "c", "e", "d"]
+    assert made.counts.tolist() == [5, 9, 3, 1, 2]
+    assert made.unseen.tolist() == [1, 0, 0, 0, 0]
+    assert made.ids(values, "x").tolist() == [1, 2, 4, 3]
+    made, _ = extend_ids(old, values, counts, min_count=2, evict_after=3)
+    assert made.values.to_pylist() == ["b", None, "c", "", "g", "d"]
+    assert made.unseen.tolist() == [1, 0, 0, 2, 2, 0]
+    full, _ = extend_ids(old, values, counts, min_count=1, most=5, evict_after=3)
+    assert full.values.to_pylist() == ["b", None, "c", "", "g"]
+    assert full.counts.tolist() == [5, 9, 3, 2, 1]
