@@ -29,6 +29,8 @@ from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Categoric
 from dlrm.data.shuffle import Shard
 from dlrm.distributed.world import World
 from dlrm.kernels.update.rules import RULES, make_rule
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
 from dlrm.training import run_directory
 from dlrm.training.checkpoint import Parts
 from dlrm.training.checkpoint.choice import best_of
@@ -51,6 +53,14 @@ RULE_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Rules of the optimizers with options that change what they do, by name."""
 VARIANTS = {name: make_rule(rule, **options) for name, (rule, options) in RULE_OPTIONS.items()}
+
+
+def optimizers_of(
+    model: DLRM, rule: str = "sgd", *, lr: float, **options: Any
+) -> list[RowOptimizer]:
+    """Optimizers of one rule for the dense part of a model and for its tables."""
+    parts = model.dense_parameters(), model.sparse_arch.parameters()
+    return [RowOptimizer(part, rule, lr=lr, **options) for part in parts]
 
 
 def first(name: str, values: Sequence[Any], slow: Any = SLOW) -> pytest.MarkDecorator:

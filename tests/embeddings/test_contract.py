@@ -57,7 +57,6 @@ LOSSLESS = {
     "dynamic": {"rows": 200},
     "basis": {"clusters": 200},
 }
-NAMES_OF = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 KINDS = sorted(available())
 CASES = COMPRESSED + [(kind, {}) for kind in KINDS if kind not in dict(COMPRESSED)]
 NAMES = ["-".join([kind, *(str(value) for value in options.values())]) for kind, options in CASES]
@@ -565,34 +564,11 @@ def test_drop_in_agrees_with_the_original(kind, options, mode, padding_idx):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("compression", [2, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_budget_is_kept(kind, compression, dtype):
-    sizes, dim = [6000, 37, 3, 20000, 900], 16
-    budget = sum(sizes) * dim * 4 // compression
-    counts = [torch.arange(rows, 0, -1) for rows in sizes]
-    if "for_budget" not in vars(available()[kind]):
-        with pytest.raises(ValueError, match=f"{kind} takes no budget"):
-            available()[kind].for_budget(Budget(sizes, dim, budget))
-        return
-    for known in (None, counts):
-        chosen = available()[kind].for_budget(
-            Budget(
-                sizes, dim, budget, counts=known, dtype="fp32" if dtype == torch.float32 else "bf16"
-            )
-        )
-        groups = [
-            build("dense" if options is None else kind, [rows], dim, **(options or {})).to(dtype)
-            for rows, options in zip(sizes, chosen, strict=True)
-        ]
-        total = sum(sum(group.footprint()[0].values()) for group in groups)
-        assert 0.8 * budget <= total <= budget
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_may_be_generous_or_too_small(kind):
     if "for_budget" not in vars(available()[kind]):
-        pytest.skip("takes no budget")
+        with pytest.raises(ValueError, match=f"{kind} takes no budget"):
+            available()[kind].for_budget(Budget([500, 3], 8, 10))
+        return
     assert available()[kind].for_budget(Budget([500, 3], 8, 503 * 8 * 4)) == [None, None]
     with pytest.raises(ValueError, match=r"budget of 10 bytes .* at least (\d+)") as error:
         available()[kind].for_budget(Budget([500, 3], 8, 10))

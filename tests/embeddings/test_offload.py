@@ -18,7 +18,7 @@ from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.training.step import TrainStep
 from dlrm.utils.bags import Bags
-from tests.kit import combinations
+from tests.kit import combinations, optimizers_of
 
 SIZES = [7, 40, 3]
 DIM = 4
@@ -406,9 +406,7 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
             model = DLRM(
                 4, [50, 9000, 400], 8, [(kind, options)] * 3, bottom_mlp=[16], top_mlp=[16]
             )
-        parts = model.dense_parameters(), model.sparse_arch.parameters()
-        optimizers = [RowOptimizer(part, "adagrad", lr=0.05) for part in parts]
-        run = TrainStep(model, optimizers, mode="graph")
+        run = TrainStep(model, optimizers_of(model, "adagrad", lr=0.05), mode="graph")
         sizes = torch.tensor([[50], [9000], [400]], device=device)
         batches = []
         for _ in range(31):

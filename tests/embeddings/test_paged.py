@@ -16,7 +16,7 @@ from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.training import checkpoint
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.step import TrainStep
-from tests.kit import write_checkpoint
+from tests.kit import optimizers_of, write_checkpoint
 
 SIZES = [1, 7, 40, 131]
 HERE = ["cpu", "cpu"]
@@ -87,21 +87,6 @@ def test_training_with_torch_optim(options, make):
         torch.testing.assert_close(paged.to_dense(table), dense.to_dense(table))
 
 
-@every_place
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_equal_dense_ones(options, mode):
-    dense, paged = pair(options, mode=mode)
-    ids = ids_of(60).flatten()
-    offsets = torch.arange(0, 241, 5)
-    outs = [group(ids, offsets) for group in (dense, paged)]
-    torch.testing.assert_close(*outs, rtol=0, atol=1e-7)
-    for group, out in zip((dense, paged), outs, strict=True):
-        out.square().sum().backward()
-        RowOptimizer(group.parameters(), "sgd", lr=0.1).step()
-    for table in range(len(SIZES)):
-        torch.testing.assert_close(paged.to_dense(table), dense.to_dense(table))
-
-
 def test_gradients_add_up_from_a_place_that_had_none():
     group = build("paged", [6], 2, page_size=3, devices=["cpu", "cpu"], placement="cyclic")
     for ids in ([3, 4, 5], [2, 2, 2]):  # of one place each
@@ -133,21 +118,6 @@ def test_a_list_says_where_each_page_lies():
     paged = build("paged", [17], 2, page_size=4, devices=devices, placement="cyclic")
     assert paged.device_groups == (("cpu",), ("host",), ("cpu",))
     assert [len(block) for (block,) in paged.blocks] == [4, 4 + 4 + 1, 4]
-
-
-def test_lookups_of_a_replica_are_shared_and_gradients_agree():
-    paged = build("paged", [30], 4, devices=["cpu+cpu"], page_size=7)
-    one, other = paged.blocks[0]
-    with torch.no_grad():
-        one.fill_(1)
-        other.fill_(2)
-    out = paged(torch.full((1, 10), 3))
-    assert sorted(out[:, 0, 0].tolist()) == [1] * 5 + [2] * 5
-    out.sum().backward()
-    assert torch.equal(one.grad.to_dense(), other.grad.to_dense())
-    assert one.grad.to_dense()[3].tolist() == [10] * 4
-    one.grad.mul_(0.5)  # clipping scales every gradient in place
-    assert other.grad.to_dense()[3].tolist() == [10] * 4
 
 
 @pytest.mark.parametrize("saved", PLACES[:5], ids=str)
@@ -245,17 +215,13 @@ def test_it_says_where_its_rows_are():
     assert sum(sum(table.values()) for table in replicated.footprint()) == 2 * total
 
 
-def model_of(kind, options):
-    """A small model from a fixed seed, its optimizers, and a step that clips."""
+def model_of(kind, options, device="cpu"):
+    """The arguments of a small model, the model from a fixed seed, and its optimizers."""
     torch.manual_seed(3)
     recipe = {"num_dense": 13, "num_embeddings": SIZES, "embedding_dim": 16}
     recipe |= {"plan": [(kind, options)] * len(SIZES), "bottom_mlp": [8], "top_mlp": [8]}
-    model = DLRM(**recipe)
-    optimizers = [
-        RowOptimizer(parameters, "adagrad", lr=0.05)
-        for parameters in (model.dense_parameters(), model.sparse_arch.parameters())
-    ]
-    return recipe, model, optimizers
+    model = DLRM(**recipe).to(device)
+    return recipe, model, optimizers_of(model, "adagrad", lr=0.05)
 
 
 def train(model, optimizers, steps, seed=4):
@@ -369,22 +335,15 @@ def test_a_captured_step_equals_a_dense_one(devices):
     """The whole model with its step as a CUDA graph: placement changes no loss."""
     losses = []
     for kind, options in (("dense", {}), ("paged", {"devices": devices, "page_size": 7})):
-        _, model, _ = model_of(kind, options)
-        model.cuda()
-        optimizers = [
-            RowOptimizer(parameters, "adagrad", lr=0.05)
-            for parameters in (model.dense_parameters(), model.sparse_arch.parameters())
-        ]
+        _, model, optimizers = model_of(kind, options, "cuda")
         losses.append(train(model, optimizers, steps=8))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.gpu
 def test_a_step_over_several_devices_is_not_captured():
-    _, model, _ = model_of("paged", {"devices": ["cuda:0", "cpu"], "page_size": 7})
-    model.cuda()
-    parts = (model.dense_parameters(), model.sparse_arch.parameters())
-    optimizers = [RowOptimizer(parameters, "adagrad", lr=0.05) for parameters in parts]
+    given = "paged", {"devices": ["cuda:0", "cpu"], "page_size": 7}
+    _, model, optimizers = model_of(*given, "cuda")
     with pytest.raises(ValueError, match="all tables in its memory or in pinned host memory"):
         TrainStep(model, optimizers, mode="graph")
     assert TrainStep(model, optimizers).mode == "eager"

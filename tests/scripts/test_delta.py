@@ -1,6 +1,5 @@
 """What changed since an export, applied to it, is the full export of the newer model."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlrm.export.delta import changes_between
+from dlrm.utils.shipped import shipped_program
 from tests.kit import corrupt
 
 ROOT = Path(__file__).parents[2]
@@ -21,15 +21,6 @@ SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp",
 SMALL += ["--max_steps", "4", "--optim.lr", "0.05", "--device", "cpu", "--log_every", "4"]
 SPLIT = ["--split", "0.8", "0.1", "0.1"]
 LATER = ["--max_steps", "1", "--batch_size", "16"]  # so that few rows change
-
-
-def example():
-    """The example as a module."""
-    path = ROOT / "examples" / "apply_delta.py"
-    spec = importlib.util.spec_from_file_location("apply_delta", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +204,7 @@ def test_another_export_and_damaged_files_are_refused(
         change(changed)
         (tmp_path / "copy" / "delta.json").write_text(json.dumps(changed, indent=2) + "\n")
         outside = "../outside" in changed["result"].get("files", ())
-        assert example().main() == 2
+        assert shipped_program("apply_delta").main() == 2
         error = capsys.readouterr().err
         assert ("is in another directory" if outside else "is damaged") in error, error
         assert error.count("\n") == 1
@@ -282,7 +273,7 @@ def test_rows_that_differ_in_their_bits():
     whole = {name for name in tensors if name.startswith("whole:")}
     assert whole == {"whole:tables.0.starts", "whole:mlp.weight"}
     assert "mlp.bias" not in described
-    made = example().new_weights(old, tensors, described)
+    made = shipped_program("apply_delta").new_weights(old, tensors, described)
     assert made.keys() == new.keys()
     for name, value in new.items():
         assert (

@@ -1,7 +1,6 @@
 """The server of an exported model answers everything, refuses too much, and loses nothing."""
 
 import http.client
-import importlib.util
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import dlrm
 from dlrm.export.directory import ExportOptions, digest_of, export_run
+from dlrm.utils.shipped import shipped_program
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -423,10 +423,7 @@ def serve(monkeypatch):
     """The server as a module, which leaves this process as it is."""
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return shipped_program("serve")
 
 
 def test_what_can_not_be_served(exported, serve, tmp_path, monkeypatch, capsys):

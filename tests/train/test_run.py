@@ -85,20 +85,6 @@ def test_tables_in_fewer_bits_train(kind, dtype, train, options, tmp_path):
     assert values["embeddings/compression"] >= {"bf16": 2, "int8": 2.4, "int4": 3.5}[dtype]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "message"),
-    [
-        ("paged", "int8", "--emb paged has no int8 rows: set --tables.dtype"),
-        ("offload", "int4", "rows in host memory have no int4: set --tables.dtype int8"),
-    ],
-)
-def test_kinds_without_packed_rows_say_so(kind, dtype, message, train):
-    given = ["--emb", kind, "--tables.threshold", "0", "--tables.dtype", dtype]
-    error = train("run", *given, status=2).stderr
-    assert message in error
-    assert len(error.strip().splitlines()) <= 2
-
-
 def test_a_trained_model_is_compressed_and_trained_on(run, train, tmp_path):
     train("dense")
     given = ["--emb", "auto", "--budget", "3x", "--init_from", tmp_path / "dense"]

@@ -26,7 +26,7 @@ from dlrm.training.checkpoint import Checkpoint, Parts, load_model, snapshot, te
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.local_shards import LocalShards
-from tests.kit import best_name, corrupt, latest_step, write_checkpoint
+from tests.kit import best_name, corrupt, latest_step, optimizers_of, write_checkpoint
 
 SIZES = [300, 20, 150]
 KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
@@ -41,11 +41,7 @@ def make(kind, rule="adam", seed=0, options=None):
     spec = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8}
     spec |= {"plan": [(kind, options)] * 3, "bottom_mlp": (4,), "top_mlp": (4,)}
     model = DLRM(**spec)
-    optimizers = [
-        RowOptimizer(model.dense_parameters(), rule, lr=0.1),
-        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.1),
-    ]
-    return spec, model, optimizers
+    return spec, model, optimizers_of(model, rule, lr=0.1)
 
 
 def train(model, optimizers, seed):

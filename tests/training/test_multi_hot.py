@@ -7,10 +7,11 @@ import torch
 
 from dlrm.data.batch import Batch, fixed_bags
 from dlrm.model import DLRM
-from dlrm.optim import RULES, RowOptimizer
+from dlrm.optim import RULES
 from dlrm.training.cuda_graph import padded, room_for
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
+from tests.kit import optimizers_of
 
 SIZES = [50, 3000, 400]
 BAGS = (3, 40, 1)
@@ -47,11 +48,7 @@ def make(plan, rule="adagrad", device="cpu", **options):
     shape = {"bottom_mlp": [16], "top_mlp": [16], "interaction": "dcn", "cross_rank": 4}
     model = DLRM(4, SIZES, 8, PLANS[plan], **shape).to(device)
     lr = 0.002 if rule == "rmsprop" else 0.02
-    optimizers = [
-        RowOptimizer(model.dense_parameters(), rule, lr=lr),
-        RowOptimizer(model.sparse_arch.parameters(), rule, lr=lr),
-    ]
-    return model, TrainStep(model, optimizers, **options)
+    return model, TrainStep(model, optimizers_of(model, rule, lr=lr), **options)
 
 
 def run(plan, rule, device, *, ragged, steps=8, size=64, **options):

@@ -7,9 +7,8 @@ from dlrm.data.batch import Batch
 from dlrm.embeddings.common import host_rows
 from dlrm.kernels.offload.row_cache import CachedRows
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer
 from dlrm.training.step import TrainStep
-from tests.kit import combinations
+from tests.kit import combinations, optimizers_of
 
 SIZES = [50, 900, 40]
 
@@ -21,9 +20,7 @@ def make(plan, device):
         model = DLRM(4, SIZES, 8, plan, bottom_mlp=[16], top_mlp=[16])
     torch.manual_seed(0)
     model.sparse_arch.load_dense([torch.randn(rows, 8, device=device) for rows in SIZES])
-    parts = model.dense_parameters(), model.sparse_arch.parameters()
-    optimizers = [RowOptimizer(part, "adagrad", lr=0.05) for part in parts]
-    return model, TrainStep(model, optimizers, mode="eager")
+    return model, TrainStep(model, optimizers_of(model, "adagrad", lr=0.05), mode="eager")
 
 
 def draw(size, device):

@@ -8,10 +8,11 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.kernels.loss import mean_loss
 from dlrm.model import DLRM
-from dlrm.optim import RULES, RowOptimizer
+from dlrm.optim import RULES
 from dlrm.training import modes
 from dlrm.training.modes import seed_dropout
 from dlrm.training.step import TrainStep
+from tests.kit import optimizers_of
 
 SIZES = [50, 3000, 400]
 PLANS = {
@@ -42,11 +43,7 @@ def make(plan, rule="adagrad", device="cpu", width=16, dropout=0.0, **options):
     model = DLRM(4, SIZES, 8, PLANS[plan], **shape).to(device)
     # The first steps of RMSprop are as long where the gradient is next to nothing, and noise.
     lr = 0.002 if rule == "rmsprop" else 0.05
-    optimizers = [
-        RowOptimizer(model.dense_parameters(), rule, lr=lr),
-        RowOptimizer(model.sparse_arch.parameters(), rule, lr=lr),
-    ]
-    return model, TrainStep(model, optimizers, **options)
+    return model, TrainStep(model, optimizers_of(model, rule, lr=lr), **options)
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS))
