@@ -63,6 +63,14 @@ def optimizers_of(
     return [RowOptimizer(part, rule, lr=lr, **options) for part in parts]
 
 
+def train_product(cores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All rows of a tensor train of cores ``[p, r, q, r]`` by its definition, ``[prod(p), D]``."""
+    rows = cores[0].new_ones(1, 1, 1)
+    for core in cores:
+        rows = torch.einsum("vqr,prcs->vpqcs", rows, core).flatten(0, 1).flatten(1, 2)
+    return rows[..., 0]
+
+
 def first(name: str, values: Sequence[Any], slow: Any = SLOW) -> pytest.MarkDecorator:
     """Parametrize a test over values: the first is in the fast suite, the others are ``slow``."""
     rest = [pytest.param(value, marks=slow) for value in values[1:]]

@@ -15,8 +15,9 @@ from dlrm.data.batch import Batch, fixed_bags
 from dlrm.embeddings.bag import EmbeddingBag
 from dlrm.embeddings.registry import available
 from dlrm.model import DLRM
-from dlrm.optim import RULES, RowOptimizer
+from dlrm.optim import RULES
 from dlrm.training.step import TrainStep
+from tests.kit import optimizers_of
 
 SEEDS = range(*map(int, os.environ.get("DLRM_TRIALS", "0:6").split(":")))
 DTYPES = ("fp32", "bf16", "int8", "int4")
@@ -147,10 +148,7 @@ def train(case: dict[str, Any], device: str, mode: str, emulate=None) -> tuple[l
     torch.manual_seed(0)
     model = make_model(case, case["plan"], case["dtype"]).to(device)
     lr = 0.02 if case["rule"] in ("sgd", "adadelta") else 0.001
-    optimizers = [
-        RowOptimizer(parameters, case["rule"], lr=lr, stochastic=False)
-        for parameters in (model.dense_parameters(), model.sparse_arch.parameters())
-    ]
+    optimizers = optimizers_of(model, case["rule"], lr=lr, stochastic=False)
     step = TrainStep(model, optimizers, clip_norm=case["clip_norm"], mode=mode)
     if emulate is not None:
         emulate(step)

@@ -76,13 +76,6 @@ def test_the_drop_in_is_the_original_for_dense_tables():
     torch.testing.assert_close(ours.embedding.weight.grad, original.weight.grad)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_the_drop_in_makes_sparse_gradients_on_request(sparse):
-    bag = EmbeddingBag(50, 6, sparse=sparse)
-    bag(torch.tensor([[1, 2]])).sum().backward()
-    assert bag.embedding.weight.grad.is_sparse == sparse
-
-
 def test_the_drop_in_takes_a_dtype_and_trained_rows():
     weight = torch.randn(50, 6)
     bag = EmbeddingBag(50, 6, _weight=weight, dtype=torch.float64)

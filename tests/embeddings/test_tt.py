@@ -11,6 +11,7 @@ from dlrm.embeddings import EmbeddingBag, build
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.tt import TT, clip_ranks, tt_weights
 from dlrm.optim import RowOptimizer
+from tests.kit import train_product
 
 WEIGHTS = {  # of the seven largest Kaggle tables by rank 8, 16, 32, 64
     10131227: (39360, 135040, 495360, 1891840),
@@ -26,14 +27,12 @@ RANKS = (8, 16, 32, 64)
 
 def materialise(group, table):
     """All rows of a table by the definition, from the parameters, differentiable."""
-    out = group.cores[0].new_ones(1, 1, 1)
+    cores = []
     for k, core in enumerate(group.cores):
         start = sum(p[k] for p in group.p[:table])
         slices = core[start : start + group.p[table][k]]
-        slices = slices.view(len(slices), group.ranks[k], group.q[k], group.ranks[k + 1])
-        out = torch.einsum("xar,prqs->xpaqs", out, slices)
-        out = out.reshape(out.shape[0] * out.shape[1], -1, out.shape[-1])
-    return out[: group.num_embeddings[table], :, 0]
+        cores.append(slices.view(-1, group.ranks[k], group.q[k], group.ranks[k + 1]))
+    return train_product(cores)[: group.num_embeddings[table]]
 
 
 SHAPES = [

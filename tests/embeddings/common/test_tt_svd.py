@@ -8,6 +8,7 @@ import torch
 from dlrm.embeddings.common import tt_svd
 from dlrm.embeddings.tt import TT
 from dlrm.kernels.tt import TTShape
+from tests.kit import train_product
 
 SHAPES = [
     ((5, 7), (2, 3), (1, 4, 1)),
@@ -23,19 +24,10 @@ def make_cores(p, q, ranks):
     ]
 
 
-def dense(cores):
-    """All rows of a train, ``[prod(p), D]``."""
-    out = torch.ones(1, 1, 1, dtype=torch.float64)
-    for core in cores:
-        out = torch.einsum("pqr,urvs->puqvs", out, core)
-        out = out.reshape(out.shape[0] * out.shape[1], -1, out.shape[-1])
-    return out[:, :, 0]
-
-
 @every_shape
 def test_grams_and_mean_square_are_those_of_the_dense_table(p, q, ranks):
     cores = make_cores(p, q, ranks)
-    table = dense(cores)
+    table = train_product(cores)
     assert tt_svd.mean_square(cores) == pytest.approx(table.square().mean().item())
     left, right = tt_svd.left_grams(cores), tt_svd.right_grams(cores)
     for k in range(len(p) + 1):  # every bond sees the same sum of squares
@@ -44,12 +36,12 @@ def test_grams_and_mean_square_are_those_of_the_dense_table(p, q, ranks):
 
 @every_shape
 def test_svd_recovers_a_train_of_its_own_ranks(p, q, ranks):
-    table = dense(make_cores(p, q, ranks))
+    table = train_product(make_cores(p, q, ranks))
     cores = tt_svd.tt_svd(table, p, q, ranks)
     assert [tuple(core.shape) for core in cores] == [
         (p[k], ranks[k], q[k], ranks[k + 1]) for k in range(len(p))
     ]
-    torch.testing.assert_close(dense(cores), table)
+    torch.testing.assert_close(train_product(cores), table)
 
 
 @every_shape
@@ -59,7 +51,7 @@ def test_svd_error_is_within_the_bound_and_falls_with_the_rank(p, q, ranks):
     for rank in (1, 2, 4, 8, 200):
         clipped = (1, *[rank] * (len(p) - 1), 1)
         cores = tt_svd.tt_svd(table, p, q, clipped)
-        errors.append((dense(cores)[: len(table)] - table).norm().item())
+        errors.append((train_product(cores)[: len(table)] - table).norm().item())
         deviations = torch.stack([core.square().mean() for core in cores])
         torch.testing.assert_close(deviations, deviations[:1].expand_as(deviations))
     assert errors == sorted(errors, reverse=True)
@@ -71,7 +63,7 @@ def test_svd_error_is_within_the_bound_and_falls_with_the_rank(p, q, ranks):
         unfolded = unfolded.view(*p, *q).permute(0, 2, 1, 3).reshape(p[0] * q[0], -1)
         best = torch.linalg.svdvals(unfolded)[4:].norm().item()
         cores = tt_svd.tt_svd(table, p, q, ranks)
-        error = dense(cores)
+        error = train_product(cores)
         error[: len(table)] -= table
         assert error.norm().item() == pytest.approx(best)
 
@@ -85,13 +77,13 @@ def test_svd_of_long_sides_is_randomized_and_nearly_as_good(monkeypatch):
     table = unfolded.view(p[0], q[0], p[1], q[1]).permute(0, 2, 1, 3).reshape(1200, 6)
     monkeypatch.setattr(tt_svd, "MAX_EXACT_SIDE", 10)
     cores = tt_svd.tt_svd(table, p, q, (1, rank, 1))
-    assert (dense(cores) - table).norm() < 1.01 * spectrum[rank:].norm()
+    assert (train_product(cores) - table).norm() < 1.01 * spectrum[rank:].norm()
 
 
 def test_svd_of_zeros():
     cores = tt_svd.tt_svd(torch.zeros(20, 4), (4, 5), (2, 2), (1, 3, 1))
     assert all(torch.isfinite(core).all() for core in cores)
-    assert dense([core.double() for core in cores]).abs().max() == 0
+    assert train_product([core.double() for core in cores]).abs().max() == 0
 
 
 @pytest.mark.parametrize("d", [2, 3, 4])

@@ -22,7 +22,7 @@ from dlrm.kernels.tt import (
 )
 from dlrm.kernels.tt.layout import factor_layout
 from dlrm.utils.bags import Bags
-from tests.kit import GPU, combinations, first
+from tests.kit import GPU, combinations, first, train_product
 
 STRATEGIES = ("direct", "unique", "direct deterministic", "unique deterministic")
 BF16 = 5000  # factor on the tolerance of fp32: bf16 keeps 7 bits
@@ -135,12 +135,11 @@ def product(group: Group, table: int) -> Tensor:
     """A table in full by einsum, without any of the code under test."""
     p, q, ranks = group.shape
     starts = (p.cumsum(0) - p)[table].tolist()
-    rows = torch.ones(1, 1, 1, dtype=torch.float64, device=group.device)
+    cores = []
     for k, core in enumerate(group.exact_cores()):
         slices = core.detach()[starts[k] : starts[k] + int(p[table, k])]
-        slices = slices.view(-1, ranks[k], q[k], ranks[k + 1])
-        rows = torch.einsum("vqr,prcs->vpqcs", rows, slices).flatten(0, 1).flatten(1, 2)
-    return rows[..., 0]
+        cores.append(slices.view(-1, ranks[k], q[k], ranks[k + 1]))
+    return train_product(cores)
 
 
 @pytest.mark.parametrize("name", SHAPES)
