@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ if not torch.cuda.is_available():  # before anything imports triton
 import pytest
 import torch.distributed as dist
 
+from dlrm import commands
 from dlrm.utils.cpus import cpu_count
 
 with contextlib.suppress(ImportError):  # without the dev extra, as on a GPU machine
@@ -99,6 +101,8 @@ def script(monkeypatch):
     def load(name):
         if (ROOT / "dlrm" / "commands" / f"{name}.py").exists():
             return importlib.import_module(f"dlrm.commands.{name}")
+        if name in commands.COMMANDS:
+            return SimpleNamespace(main=partial(commands.run, name))
         path = program_path(name).relative_to(ROOT)
         return importlib.import_module(".".join(path.with_suffix("").parts))
 

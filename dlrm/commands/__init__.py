@@ -1,7 +1,8 @@
-"""The commands of ``dlrm``, each in a file of its own: they read what a user gives.
+"""The commands of ``dlrm``, most of them in a file of their own: they read what a user gives.
 
 ``dlrm train``, ``python -m dlrm train`` and ``python train.py`` are the same function. So are the
-other commands and the files of their names in ``scripts/``.
+other commands and the files of their names in ``scripts/``. Two are programs of ``examples/``,
+which need no dlrm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dlrm import __version__
 from dlrm.config.help import print_help
 from dlrm.utils import startup
 from dlrm.utils.messages import did_you_mean, print_error
+from dlrm.utils.shipped import shipped_program
 
 COMMANDS = {
     "prepare": "turn CSV, JSON lines, Parquet, or with --criteo logs of Criteo, into training data",
@@ -25,6 +27,9 @@ COMMANDS = {
     "apply": "apply a delta of an export, which gives the newer export",
     "serve": "serve an exported model over HTTP",
 }
+EXAMPLES = {"apply": "apply_delta", "serve": "serve"}
+CRITEO = "--criteo"
+SERVING = ("starlette", "uvicorn", "prometheus_client")
 WITHOUT_PANDAS = ("prepare", "prepare_table", "train", "evaluate", "predict")
 
 
@@ -51,7 +56,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        name: a file of this folder.
+        name: of the command, or a file of this folder.
         argv: its arguments; by default those of this process, which then is the program's own.
 
     Returns:
@@ -66,6 +71,25 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     if argv is None and name in WITHOUT_PANDAS:
         startup.without_pandas()
 
+    if name in EXAMPLES:
+        startup.imported()
+        return _run_example(name, arguments)
+    if name == "prepare":
+        name = "prepare_criteo" if CRITEO in arguments else "prepare_table"
+        arguments = [each for each in arguments if each != CRITEO]
     command = import_module(f"dlrm.commands.{name}")
     more = {"began": began} if name == "train" else {}
     return int(command.main(arguments, **more))
+
+
+def _run_example(name: str, arguments: Sequence[str]) -> int:
+    """Run a program of ``examples/``; returns the exit status."""
+    try:
+        program = shipped_program(EXAMPLES[name])
+    except ModuleNotFoundError as error:
+        if error.name not in SERVING:
+            raise
+        print_error(f"error: {error.name} is not installed: pip install 'dlrm[serve]'")
+        return 2
+    sys.argv[1:] = arguments
+    return int(program.main())
