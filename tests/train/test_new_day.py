@@ -436,11 +436,11 @@ def test_counts_of_values_that_stay_without_an_id_are_those_of_unseen_ones():
         values=pa.array(["b", None, "a"], pa.large_string()), counts=np.array([5, 3, 1]), oov_id=1
     )
     values, counts = pa.array(["a", "c", "d", "e", "f"]), np.array([4, 2, 2, 1, 7])
-    made, _ = extend_ids(old, values, counts, min_count=2, most=5)
+    made = extend_ids(old, values, counts, min_count=2, most=5)
     assert made.values.to_pylist() == ["b", None, "a", "f", "c"]
     assert made.counts.tolist() == [5, 6, 5, 7, 2]
     assert made.oov_id == 1
-    full, _ = extend_ids(old, values, counts, min_count=1, most=2)
+    full = extend_ids(old, values, counts, min_count=1, most=2)
     assert full.values.equals(old.values)
 
 
@@ -453,14 +453,14 @@ def test_long_unseen_texts_are_forgotten_for_new_ones():
     )
     # c and d are new; b and g are unseen for 1 and 2, a for 3; "" occurs, but not for training
     values, counts = pa.array(["", "c", "d", "e"]), np.array([0, 3, 2, 1])
-    made, _ = extend_ids(old, values, counts, min_count=1, evict_after=2)
+    made = extend_ids(old, values, counts, min_count=1, evict_after=2)
     assert made.values.to_pylist() == ["b", None, "c", "e", "d"]
     assert made.counts.tolist() == [5, 9, 3, 1, 2]
     assert made.unseen.tolist() == [1, 0, 0, 0, 0]
     assert made.ids(values, "x").tolist() == [1, 2, 4, 3]
-    made, _ = extend_ids(old, values, counts, min_count=2, evict_after=3)
+    made = extend_ids(old, values, counts, min_count=2, evict_after=3)
     assert made.values.to_pylist() == ["b", None, "c", "", "g", "d"]
     assert made.unseen.tolist() == [1, 0, 0, 2, 2, 0]
-    full, _ = extend_ids(old, values, counts, min_count=1, most=5, evict_after=3)
+    full = extend_ids(old, values, counts, min_count=1, most=5, evict_after=3)
     assert full.values.to_pylist() == ["b", None, "c", "", "g"]
     assert full.counts.tolist() == [5, 9, 3, 2, 1]

@@ -60,17 +60,18 @@ def count_classes(
     spilled: Spilled, splitter: Splitter, label: str, weight: str | None
 ) -> dict[str, ClassCounts]:
     """Count the rows of each split by their label."""
-    counts = {name: ClassCounts(np.zeros(2, np.int64), np.zeros(2)) for name in SPLITS}
+    sums = np.zeros((3, 2 * len(SPLITS)))  # of 1, the weight and its square, by split and label
     for block in spilled.blocks:
-        labels = block.column(label).to_numpy()
-        weights = None if weight is None else block.column(weight).to_numpy()
-        for own, selection in zip(counts.values(), splitter.selections(block), strict=True):
-            chosen = labels[selection]
-            own.rows += np.bincount(chosen, minlength=2)
-            heavy = None if weights is None else weights[selection].astype(np.float64)
-            own.weights += np.bincount(chosen, heavy, minlength=2)
-            own.squares += 0.0 if heavy is None else float(heavy @ heavy)
-    return counts
+        own = block.column(weight).to_numpy() if weight is not None else np.ones(block.rows)
+        place = 2 * splitter.codes(block) + block.column(label).to_numpy()
+        for power, counted in enumerate(sums):
+            counted += np.bincount(place, own.astype(np.float64) ** power, len(counted))
+
+    rows, weights, squares = sums.reshape(3, len(SPLITS), 2)
+    return {
+        name: ClassCounts(rows[at].astype(np.int64), weights[at], float(squares[at].sum()))
+        for at, name in enumerate(SPLITS)
+    }
 
 
 def require_rows(spilled: Spilled, bad_rows: BadRowsRule, source: object, *, learns: bool) -> None:

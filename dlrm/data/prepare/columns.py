@@ -119,9 +119,8 @@ class ColumnPlan:
                     raise ValueError(f"{where}, so its {option} must be the same, {value}")
 
     def same_vocabulary(self, feature: Feature) -> list[Feature]:
-        """The feature, and all others with its vocabulary."""
-        members = self._vocabularies[feature.column.options.vocabulary or feature.name]
-        return [feature, *(other for other in members if other is not feature)]
+        """All features with its vocabulary."""
+        return self._vocabularies[feature.column.options.vocabulary or feature.name]
 
     @cached_property
     def _vocabularies(self) -> dict[str, list[Feature]]:

@@ -1,98 +1,60 @@
 """The distinct values of a column, merged from the dictionaries of its blocks, with their counts.
 
-There are two sorts of keys. :class:`TextKeys` are texts, merged by hashing. :class:`HexKeys` are
-integers, those of values of up to 8 hex digits, merged by sorting: Criteo's columns have hundreds
-of millions of such values, which take a third of the memory of texts, and are sorted 20 times as
-fast. Both keep no more in memory than the distinct values and the dictionaries of one chunk of
-blocks.
+Values are texts, merged by hashing, or integer keys of up to 8 hex digits, merged by sorting:
+Criteo's columns have hundreds of millions of such values, which take a third of the memory of
+texts, and are sorted 20 times as fast. Both keep no more in memory than the distinct values and the
+dictionaries of one chunk of blocks.
 """
 
 from __future__ import annotations
 
 from binascii import hexlify, unhexlify
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-CHUNK_ENTRIES = 1 << 22  # of dictionaries whose ids are looked up at a time
 MISSING = -1
 """Key of a missing value; the key of any other value is the value itself, 0 .. 2**32 - 1."""
 POSITION_BITS = 31
 
 
-class HexKeys:
-    """Integer keys of hex digits: the distinct ones, and the id of each entry of all dictionaries,
-    int32, in a file."""
+def count_values(
+    chunks: Iterable[tuple[Iterable[pa.Array], Iterable[NDArray[np.int64]]]], kind: pa.DataType
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The distinct values ``[n]`` of dictionaries in rising order, and the count ``[n]`` of each.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._counts = self._keys = np.empty(0, np.int64)
-
-    def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
-        """Add the dictionaries of the next blocks, and how often each of their entries occurs."""
-        keys = np.concatenate([self._keys, *(part.to_numpy() for part in entries)])
-        self._keys, self._counts = sum_counts(keys, np.concatenate([self._counts, *counts]))
-
-    def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """The distinct values ``[n]`` in rising order, and the count ``[n]`` of each."""
-        return pa.array(self._keys), self._counts
-
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
-        """Write the id of each entry of all dictionaries, in the chunks in which they were added;
-        ``ids [n]`` are those of the values that :meth:`ordered` returned."""
-        with self._path.open("wb") as file:
-            for chunk in chunks:
-                entries = np.concatenate([part.to_numpy() for part in chunk])
-                # Not with tofile, which silently drops the last bytes if the disk is full.
-                file.write(look_up(self._keys, ids, entries).data)
-
-
-class TextKeys:
-    """The same for texts, in the order in which they first occur.
-
-    Until the ids are known, the file has the position of each entry among the distinct values.
+    Args:
+        chunks: the dictionaries of some blocks at a time, and how often each entry occurs.
+        kind: of the values: large strings, or int64 for keys of hex digits.
     """
+    merge = _merge_keys if pa.types.is_integer(kind) else _merge_texts
+    values, counts = pa.array([], kind), np.empty(0, np.int64)
+    for entries, own in chunks:
+        every = pa.concat_arrays([values, *(part.cast(kind) for part in entries)])
+        values, counts = merge(every, np.concatenate([counts, *own]))
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._counts = path, np.empty(0, np.int64)
-        self._path.write_bytes(b"")  # a killed run may have left it
-        self._values = pa.array([], pa.large_string())
+    if merge is _merge_keys:
+        return values, counts
+    order = pc.sort_indices(values)
+    return values.take(order), counts[order.to_numpy()]
 
-    def add(self, entries: Iterable[pa.Array], counts: Iterable[NDArray[np.int64]]) -> None:
-        """See :class:`HexKeys`."""
-        before = len(self._values)  # these stay where they are
-        texts = (part.cast(pa.large_string()) for part in entries)
-        encoded = pa.concat_arrays([self._values, *texts]).dictionary_encode()
-        positions = encoded.indices.to_numpy()
-        self._values = encoded.dictionary
 
-        # In float64, which is exact up to 2**53 rows.
-        weights = np.concatenate([self._counts, *counts])
-        sums = np.bincount(positions, weights, minlength=len(self._values))
-        self._counts = sums.astype(np.int64)
-        with self._path.open("ab") as file:
-            file.write(positions[before:].data)
+def _merge_keys(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The distinct keys in rising order, and the sum of the counts of each."""
+    ordered, position = sort_keys(values.to_numpy())
+    starts = np.flatnonzero(np.diff(ordered, prepend=MISSING - 1))
+    return pa.array(ordered[starts]), np.add.reduceat(counts[position], starts, dtype=np.int64)
 
-    def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """See :class:`HexKeys`."""
-        order = pc.sort_indices(self._values)
-        self._order = order.to_numpy()
-        return self._values.take(order), self._counts[self._order]
 
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Iterable[pa.Array]]) -> None:
-        """See :class:`HexKeys`; the positions become ids in place."""
-        if not self._path.stat().st_size:
-            return
-        of_position = np.empty(len(ids), np.int32)
-        of_position[self._order] = ids
-        entries = np.memmap(self._path, np.int32, "r+")
-        for start in range(0, len(entries), CHUNK_ENTRIES):
-            part = entries[start : start + CHUNK_ENTRIES]
-            part[:] = of_position[part]
+def _merge_texts(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The distinct texts in the order in which they first occur, and the sum of the counts."""
+    encoded = values.dictionary_encode()
+    # In float64, which is exact up to 2**53 rows.
+    sums = np.bincount(encoded.indices.to_numpy(), counts, minlength=len(encoded.dictionary))
+    return encoded.dictionary, sums.astype(np.int64)
 
 
 def hex_keys(values: pa.Array) -> NDArray[np.int64]:
@@ -130,28 +92,6 @@ def modulo(keys: NDArray[np.int64], cap: int | None) -> NDArray[np.int64]:
     return keys if cap is None else np.where(keys == MISSING, MISSING, keys % min(cap, 2**32))
 
 
-def sum_counts(
-    keys: NDArray[np.int64], counts: NDArray[np.integer]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct ``keys [n]`` in rising order, and for each the sum of its ``counts [n]``."""
-    ordered, position = sort_keys(keys)
-    starts = _starts(ordered)
-    return ordered[starts], np.add.reduceat(counts[position], starts, dtype=np.int64)
-
-
-def look_up(
-    keys: NDArray[np.int64], ids: NDArray[np.int32], wanted: NDArray[np.int64]
-) -> NDArray[np.int32]:
-    """The id of each of the ``wanted`` keys, in any order; ``keys [n]`` are distinct, in rising
-    order, and have all of them."""
-    ordered, position = sort_keys(wanted)  # sorted keys are found with few cache misses
-    starts = _starts(ordered)
-    found = ids[np.searchsorted(keys, ordered[starts])]
-    result = np.empty(len(wanted), np.int32)
-    result[position] = np.repeat(found, np.diff(starts, append=len(wanted)))
-    return result
-
-
 def sort_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The sorted keys, and the previous position of each. Both are sorted as one integer,
     vectorised and in place: about 20 times as fast as an argsort."""
@@ -165,8 +105,3 @@ def sort_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     ordered = packed.view(np.int64)
     ordered += MISSING
     return ordered, position
-
-
-def _starts(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The position of the first occurrence of each distinct key."""
-    return np.flatnonzero(np.diff(ordered, prepend=MISSING - 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from ..schema import HASHED, META_FILE, Categorical, Meta
 from ..threads import map_in_order
 from .checks import note_features
 from .columns import Feature
-from .keys import HexKeys, TextKeys
+from .keys import count_values
 from .numbers import (
     FLOAT32_MAX,
     Scaling,
@@ -36,7 +35,7 @@ from .numbers import (
 )
 from .rates import Rates
 from .spill import SpilledBlock, entries_of, progress_bar
-from .splitting import Splitter, count_selected
+from .splitting import Splitter
 from .transform import Transform
 from .vocabulary import TEXT, Vocabulary, extend_ids, make_vocabulary, texts_of
 from .workspace import Workspace
@@ -188,11 +187,10 @@ class Learner:
             counts += np.bincount(bucket_numbers(values, edges), minlength=len(counts))
         names = pa.array(bucket_names(edges))
         order = pc.sort_indices(names)
-        made, _ = make_vocabulary(names.take(order), counts[order.to_numpy()])
-        return made, edges.tolist()
+        return make_vocabulary(names.take(order), counts[order.to_numpy()]), edges.tolist()
 
     def _summary(self, feature: Feature) -> Summary:
-        rows = sum(count_selected(self.splitter.training(block)) for block in self.blocks)
+        rows = sum(int(self.splitter.training(block).sum()) for block in self.blocks)
         return summarise(self._training(feature), rows)
 
     def _training(self, feature: Feature) -> Iterator[NDArray[np.float64]]:
@@ -210,36 +208,37 @@ class Learner:
         is counted has a value."""
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
-        with atomic_write(self.work / "ids" / str(index)) as temporary:
-            # The values of all features with this vocabulary; those of this one come first. Nothing
-            # here keeps what a chunk has, 0.3 GB, longer than it takes to add it.
-            keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
-            for each in plan.same_vocabulary(feature):
-                for blocks in self._chunks(each):
-                    keys.add(
-                        (block.dictionary(each) for block in blocks),
-                        (self._occurrences(each, block) for block in blocks),
-                    )
 
-            # Their ids.
-            values, counts = keys.ordered()
-            empty = not plan.hexadecimal and not _has_value(values, counts)
-            if self.earlier is None:
-                oov = plan.vocabulary == "train" or min_count > 1
-                made, ids = make_vocabulary(values, counts, min_count=min_count, most=most, oov=oov)
-            else:
-                made, ids = self._earlier_ids(feature, values, counts)
-            made.write(vocabulary)
-            described = _describe(feature, made)
-            del made, values, counts  # up to hundreds of millions of values in Terabyte
+        # The values of all features with this vocabulary. Nothing here keeps what a chunk has,
+        # 0.3 GB, longer than it takes to add it.
+        chunks = (
+            (
+                (block.dictionary(each) for block in blocks),
+                (self._occurrences(each, block) for block in blocks),
+            )
+            for each in plan.same_vocabulary(feature)
+            for blocks in self._chunks(each)
+        )
+        values, counts = count_values(chunks, pa.int64() if plan.hexadecimal else TEXT)
 
-            chunks = ((b.dictionary(feature) for b in blocks) for blocks in self._chunks(feature))
-            keys.write_ids(ids, chunks)
-            entries = sum(block.entries[feature.name] for block in self.blocks)
-            os.truncate(temporary, entries * np.dtype(np.int32).itemsize)
+        # Their ids, and those of the entries of each block.
+        empty = not plan.hexadecimal and not _has_value(values, counts)
+        if self.earlier is None:
+            oov = plan.vocabulary == "train" or min_count > 1
+            made = make_vocabulary(values, counts, min_count=min_count, most=most, oov=oov)
+        else:
+            made = self._earlier_ids(feature, values, counts)
+        made.write(vocabulary)
+        del values, counts  # up to hundreds of millions of values in Terabyte
+
+        with atomic_write(self.work / "ids" / str(index)) as path, path.open("wb") as file:
+            for blocks in self._chunks(feature):
+                entries = pa.concat_arrays([block.dictionary(feature) for block in blocks])
+                # Not with tofile, which silently drops the last bytes if the disk is full.
+                file.write(made.ids(entries, feature.name).data)
         if feature.name in plan.rated:
             self._count_positives(index, feature, vocabulary)
-        return described, empty and self.earlier is None
+        return _describe(feature, made), empty and self.earlier is None
 
     def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
         """Add the positives of each id to a vocabulary. Keep the counts before these rows, or those
@@ -294,8 +293,8 @@ class Learner:
 
     def _earlier_ids(
         self, feature: Feature, values: pa.Array, counts: NDArray[np.int64]
-    ) -> tuple[Vocabulary, NDArray[np.int32]]:
-        """The vocabulary of the earlier preparation, perhaps with new values, and the ids."""
+    ) -> Vocabulary:
+        """The vocabulary of the earlier preparation, perhaps with new values."""
         assert self.earlier is not None
         name, earlier, own = feature.name, self.earlier, feature.column.options
         made = Vocabulary.read(
@@ -312,7 +311,7 @@ class Learner:
             )
 
         if earlier.grow:
-            made, ids = extend_ids(
+            made = extend_ids(
                 made,
                 values,
                 counts,
@@ -320,32 +319,26 @@ class Learner:
                 most=own.cap,
                 evict_after=earlier.evict_after,
             )
-        else:
-            ids = made.find(values)
-            if made.oov_id is not None:
-                ids = np.where(ids < 0, np.int32(made.oov_id), ids)
 
         # Earlier data that has an id for each of its values may have none for others.
-        if (ids < 0).any():
-            missing = values.take(pa.array(np.flatnonzero(ids < 0)))
+        if made.oov_id is None and (unknown := made.find(values) < 0).any():
+            missing = values.take(pa.array(np.flatnonzero(unknown)))
             raise ValueError(
                 f"{name}: {len(missing)} values, such as {texts_of(missing[:1])[0].as_py()!r}, "
                 f"have no id in {earlier.directory}, which was prepared with --vocabulary all and "
                 "has no out-of-vocabulary id: prepare it with --vocabulary train"
             )
-        return made, ids
+        return made
 
     def _occurrences(self, feature: Feature, block: SpilledBlock) -> NDArray[np.int64]:
         """How often each dictionary entry of a block occurs in the rows that are counted."""
         column = block.column(feature.name)
         entries = entries_of(column)
         every_row = self.transform.plan.vocabulary == "all"
-        selected = slice(0, block.rows) if every_row else self.splitter.training(block)
+        counted = np.ones(block.rows, bool) if every_row else self.splitter.training(block)
         if feature.multi_hot:  # all entries of a row are counted, or none
-            mask = np.zeros(block.rows, bool)
-            mask[selected] = True
-            selected = np.repeat(mask, pc.list_value_length(column).to_numpy())
-        indices = entries.indices.to_numpy()[selected]
+            counted = np.repeat(counted, pc.list_value_length(column).to_numpy())
+        indices = entries.indices.to_numpy()[counted]
         return np.bincount(indices, minlength=len(entries.dictionary))
 
     def _chunks(self, feature: Feature) -> Iterator[list[SpilledBlock]]:

@@ -20,7 +20,6 @@ from ..threads import map_in_order
 from .learner import Learner
 from .rates import append_rates
 from .spill import SpilledBlock, progress_bar
-from .splitting import Selection
 from .text_hashes import DistinctIds
 from .vocabulary import ZSTD
 
@@ -51,10 +50,11 @@ def write_splits(
         index, block = numbered
         ids = {name: of_blocks[index] for name, of_blocks in looked_up.items()}
         rows = learner.transform.encode(block.read(), ids)
-        selections = learner.splitter.selections(block)
-        halves = learner.splitter.halves(block)
-        own = None if halves is None else halves[selections[0]]  # of the training rows
-        return [_select(rows, selection) for selection in selections], own
+        codes, halves = learner.splitter.codes(block), learner.splitter.halves(block)
+        own = None if halves is None else halves[codes == 0]  # of the training rows
+        selected = [codes == code for code in range(len(SPLITS))]
+        # Most blocks are of one split.
+        return [rows if s.all() else rows.filter(pa.array(s)) for s in selected], own
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
@@ -96,12 +96,6 @@ def _note_unseen(split: str, path: Path, categorical: Sequence[Categorical]) -> 
             f"note: no row of the {split} split has a value of the training rows in "
             f"{listing(unseen)}: all count as unseen, so its metrics say nothing of these"
         )
-
-
-def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:
-    if isinstance(selection, slice):
-        return rows.slice(selection.start, selection.stop - selection.start)
-    return rows.filter(pa.array(selection))
 
 
 @contextmanager

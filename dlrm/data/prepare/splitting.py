@@ -16,8 +16,6 @@ from .numbers import summarise
 from .spill import SpilledBlock
 
 DAYS = 7
-Selection = slice | NDArray[np.bool_]
-"""Some rows of a block."""
 
 
 def split_by_days(rows: Sequence[int]) -> dict[str, range]:
@@ -55,16 +53,9 @@ class Splitter:
     in_order: bool = True
     """Whether training rows are in the order of time, as far as the options say."""
 
-    def selections(self, block: SpilledBlock) -> list[Selection]:
-        """The rows of a block that belong to each of ``SPLITS``."""
-        if self.ranges is not None:
-            return [_overlap(self.ranges[split], block) for split in SPLITS]
-        codes = self._codes(block)
-        return [codes == code for code in range(len(SPLITS))]
-
-    def training(self, block: SpilledBlock) -> Selection:
-        """The rows of a block that are for training."""
-        return self.selections(block)[0]
+    def training(self, block: SpilledBlock) -> NDArray[np.bool_]:
+        """Whether each row of a block is for training."""
+        return self.codes(block) == 0
 
     def halves(self, block: SpilledBlock) -> NDArray[np.bool_] | None:
         """The half of all rows that each row of a block is in, at random; None for rows in order
@@ -72,8 +63,15 @@ class Splitter:
         """
         return None if self.in_order else _random(block) * 1024 % 1 < 0.5
 
-    def _codes(self, block: SpilledBlock) -> NDArray[np.uint8]:
-        """The split of each row: its position in ``SPLITS``."""
+    def codes(self, block: SpilledBlock) -> NDArray[np.uint8]:
+        """The split of each row of a block: its position in ``SPLITS``."""
+        if self.ranges is not None:
+            codes = np.empty(block.rows, np.uint8)
+            for code, rows in enumerate(self.ranges[split] for split in SPLITS):
+                start, stop = rows.start - block.first, rows.stop - block.first
+                codes[max(start, 0) : max(stop, 0)] = code
+            return codes
+
         assert self.options is not None
         if self.options.by == "column":
             return block.column(SPLIT).to_numpy()
@@ -129,19 +127,6 @@ def _sorted_by(label: str, blocks: Sequence[SpilledBlock]) -> bool:
         rows, positives = rows + len(labels), positives + int(labels.sum())
         changes += int(np.count_nonzero(np.diff(labels)))
     return changes * rows < positives * (rows - positives)
-
-
-def count_selected(selection: Selection) -> int:
-    """The number of rows of a selection."""
-    if isinstance(selection, slice):
-        return selection.stop - selection.start
-    return int(np.count_nonzero(selection))
-
-
-def _overlap(rows: range, block: SpilledBlock) -> slice:
-    """The rows of a block that are in a range of all rows."""
-    start = min(max(rows.start - block.first, 0), block.rows)
-    return slice(start, max(start, min(rows.stop - block.first, block.rows)))
 
 
 def _random(block: SpilledBlock) -> NDArray[np.floating]:

@@ -85,32 +85,34 @@ class Vocabulary:
     def find(self, values: pa.Array) -> NDArray[np.int32]:
         """The id of each of the ``values [n]``, -1 if it is not listed: texts without nulls, or
         integer keys of hex digits."""
-        integers = pa.types.is_integer(values.type)
-        if not integers:
-            values = values.cast(TEXT)
-            if len(self) <= max(FEW_IDS, 4 * len(values)):
-                return pc.index_in(values, self.values).fill_null(-1).to_numpy()
-
-        # Without a pass over the whole vocabulary each time.
-        found = np.full(len(values), -1, np.int32)
-        hashes, ids = self._hashes
-        if not len(hashes):
-            return found
-        wanted = values.to_numpy() if integers else hash_texts(values)
-        position = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
-        same = hashes[position] == wanted
-        found[same] = ids[position[same]]
-        if integers:
+        if pa.types.is_integer(values.type):
+            found = np.empty(len(values), np.int32)
+            ordered, position = sort_keys(values.to_numpy())  # which takes few cache misses
+            found[position] = self._find_hashes(ordered)
             return found
 
-        # Few hashes of values that are not listed, or of "", are those of others.
+        values = values.cast(TEXT)
+        if len(self) <= max(FEW_IDS, 4 * len(values)):
+            return pc.index_in(values, self.values).fill_null(-1).to_numpy()
+
+        # Without a pass over the whole vocabulary each time. Few hashes of values that are not
+        # listed, or of "", are those of others.
+        found = self._find_hashes(hash_texts(values))
         candidates = self.values.take(pa.array(np.maximum(found, 0)))
         equal = pc.equal(candidates, values).fill_null(False).to_numpy(zero_copy_only=False)
-        doubtful = np.flatnonzero(same & ~equal)
+        doubtful = np.flatnonzero((found >= 0) & ~equal)
         if len(doubtful):
             exact = pc.index_in(values.take(pa.array(doubtful)), self.values)
             found[doubtful] = exact.fill_null(-1).to_numpy()
         return found
+
+    def _find_hashes(self, wanted: NDArray) -> NDArray[np.int32]:
+        """The id of a value with each hash, -1 if there is none."""
+        hashes, ids = self._hashes
+        if not len(hashes):
+            return np.full(len(wanted), -1, np.int32)
+        position = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
+        return np.where(hashes[position] == wanted, ids[position], -1).astype(np.int32)
 
     @cached_property
     def _hashes(self) -> tuple[NDArray, NDArray]:
@@ -173,7 +175,7 @@ def make_vocabulary(
     min_count: int = 1,
     most: int | None = None,
     oov: bool = True,
-) -> tuple[Vocabulary, NDArray[np.int32]]:
+) -> Vocabulary:
     """Assign ids to the values of a column in order of falling count.
 
     Values with a count below ``min_count`` are out of vocabulary. If ``min_count`` is 1, the id
@@ -185,27 +187,19 @@ def make_vocabulary(
         min_count: occurrences that a value of the vocabulary needs, at least 1.
         most: at most this many ids, that of all other values included.
         oov: reserve an id for unknown values. Without it, every value must reach ``min_count``.
-
-    Returns:
-        The vocabulary and the id ``[n]`` of each value.
     """
     kept = np.flatnonzero(counts >= min_count)
     kept = kept[np.argsort(-counts[kept], kind="stable")][: most and most - 1]
     assert oov or len(kept) == len(values)
 
-    ids = np.arange(len(kept), dtype=np.int32)
     kept_counts = counts[kept]
     oov_id = None
     if oov:
         rare = counts.sum() - kept_counts.sum()
         oov_id = int(np.count_nonzero(kept_counts >= rare))
-        ids += ids >= oov_id
         kept_counts = np.insert(kept_counts, oov_id, rare)
-    id_of_value = np.full(len(values), oov_id or 0, np.int32)
-    id_of_value[kept] = ids
-
     listed = texts_of(values.take(pa.array(kept)), oov_id)
-    return Vocabulary(values=listed, counts=kept_counts, oov_id=oov_id), id_of_value
+    return Vocabulary(values=listed, counts=kept_counts, oov_id=oov_id)
 
 
 def extend_ids(
@@ -216,7 +210,7 @@ def extend_ids(
     min_count: int,
     most: int | None = None,
     evict_after: int | None = None,
-) -> tuple[Vocabulary, NDArray[np.int32]]:
+) -> Vocabulary:
     """Give ids to the values of later rows that have none.
 
     A value is evicted only when a new one needs its id. The values that were unseen the longest go
@@ -233,9 +227,6 @@ def extend_ids(
         most: the number of ids that there may be.
         evict_after: preparations, at least 1, that a value must have been unseen for to be
             evicted, this one included; None to evict none.
-
-    Returns:
-        The extended vocabulary, and the id ``[n]`` of each value; -1 if it has none.
     """
     size, oov_id, listed = len(old), old.oov_id, old.find(values)
     unseen = np.ones(size, np.int32) if old.unseen is None else old.unseen + np.int32(1)
@@ -272,14 +263,13 @@ def extend_ids(
     source = np.arange(grown)
     source[given] = size + np.arange(len(new))
     added = texts_of(values.take(pa.array(new))).cast(old.values.type)
-    extended = Vocabulary(
+    return Vocabulary(
         values=pa.concat_arrays([old.values, added]).take(pa.array(source)),
         counts=total,
         oov_id=oov_id,
         unseen=unseen,
         positives=None if old.positives is None else np.pad(old.positives, (0, len(new)))[source],
     )
-    return extended, ids
 
 
 def texts_of(values: pa.Array, null: int | None = None) -> pa.Array:
