@@ -56,6 +56,20 @@ def in_this_process(script, monkeypatch):
         monkeypatch.setattr(script(name), "step_speed", few)
 
 
+@pytest.fixture
+def compare_kinds(script, data, tmp_path):
+    """Compares kinds on the data, or in other ways, in small runs; returns the report."""
+
+    def compare_kinds(program, *options, status=0):
+        given = ["--data", data, "--runs", tmp_path / "runs", "--plot", tmp_path / "plot.png"]
+        given += ["--json", tmp_path / "result.json", *options]
+        given += [] if "--options" in options else ["--options", *SMALL]
+        assert script(program).main([str(one) for one in given]) == status
+        return json.loads((tmp_path / "result.json").read_text())
+
+    return compare_kinds
+
+
 def test_the_ratios_of_the_paper_at_once(run):
     printed = run("reproduce_tt_rec", "--ratios-only").stdout
     for line in (
@@ -69,14 +83,13 @@ def test_the_ratios_of_the_paper_at_once(run):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys, monkeypatch):
-    given = ["--data", str(data), "--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4"]
-    given += ["--caches", "0.01", "--cache-at", "3", "4", "--seeds", "1", "--fine-tune", "2"]
-    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
-    given += ["--json", str(tmp_path / "result.json"), "--options", f"data={data}", *SMALL]
-    main = script("reproduce_tt_rec").main
-    assert main(given) == 0
-    report = json.loads((tmp_path / "result.json").read_text())
+def test_tt_rec_from_data_to_table_plot_and_json(
+    compare_kinds, data, tmp_path, capsys, monkeypatch
+):
+    given = ["--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4", "--seeds", "1"]
+    given += ["--caches", "0.01", "--cache-at", "3", "4", "--fine-tune", "2"]
+    tt_rec = partial(compare_kinds, "reproduce_tt_rec", *given)
+    report = tt_rec()
     rows = {row["cell"]: row for row in report["results"]}
     assert list(rows) == ["dense", "tt3-r4", "tt3-r4-c0.01", "fitted-tt3-r4"]
     assert rows["dense"]["loss, %"] == 0
@@ -88,38 +101,36 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
     # What has finished is not repeated.
     marks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
     assert len(marks) == 4
-    assert main([*given, "--no-timing"]) == 0
+    tt_rec("--no-timing")
     assert marks == {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
     # Nor is it taken for a run of other options.
     capsys.readouterr()
-    assert main([*given, "--no-timing", "--tt-lr", "0.7"]) == 2
+    tt_rec("--no-timing", "--tt-lr", "0.7", status=2)
     assert "tt3-r4-0 has finished with another optim.embeddings_lr: " in capsys.readouterr().err
     # Nor for one of data that were made anew in the same place.
     rows = json.loads((tmp_path / "runs" / "dense-0" / "result.json").read_text())["rows"]
     assert rows == {n: [s.rows, s.positives] for n, s in Meta.read(data).splits.items()}
     with monkeypatch.context() as changed:
         changed.setattr(Meta, "counts", {**rows, "test": [1, 0]})
-        assert main([*given, "--no-timing"]) == 2
+        tt_rec("--no-timing", status=2)
     assert f"dense-0 has finished on other rows than {data} has now" in capsys.readouterr().err
     # Without training, the first dense model is compressed to other kinds.
     dense = tmp_path / "runs" / "dense-0"
     trained = json.loads((dense / "result.json").read_text())["metrics"]["test/auc"]
-    own = ["--data", str(data), "--config", "configs/demo.yaml", "--runs", str(tmp_path / "fitted")]
-    own += ["--kinds", "hash", "block", "--ratios", "5", "--seeds", "1", "--no-timing"]
-    own += ["--plot", str(tmp_path / "plot.png"), "--json", str(tmp_path / "fitted.json")]
+    own = ["--config", "configs/demo.yaml", "--runs", tmp_path / "fitted", "--seeds", "1"]
+    own += ["--kinds", "hash", "block", "--ratios", "5", "--no-timing"]
     own += ["--options", *SMALL, f"init_from={dense}", "max_steps=0"]
-    assert script("frontier").main(own) == 0
-    fitted = json.loads((tmp_path / "fitted.json").read_text())["results"]
+    fitted = compare_kinds("frontier", *own)["results"]
     auc = {row["emb"]: row["AUC"] for row in fitted}
     assert auc["dense"] == pytest.approx(trained)
     assert len({round(each, 6) for each in auc.values()}) == 3
     (dense / "checkpoints").rename(tmp_path / "elsewhere")
-    assert main([*given, "--no-timing"]) == 2
+    tt_rec("--no-timing", status=2)
     assert "dense-0 has no checkpoint, which --fine-tune starts from" in capsys.readouterr().err
 
 
 def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
-    script, data, tmp_path, monkeypatch
+    script, compare_kinds, monkeypatch
 ):
     def train_two_and_die(_, tasks):
         for number, (directory, *_) in enumerate(tasks):
@@ -133,10 +144,8 @@ def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
 
     workers = contextlib.nullcontext(SimpleNamespace(map=train_two_and_die))
     monkeypatch.setattr(script("runner"), "ProcessPoolExecutor", lambda *_, **__: workers)
-    given = ["--data", str(data), "--tables", "3", "--ranks", "4", "8", "--caches", "--seeds", "2"]
-    given += ["--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "result.json")]
-    assert script("reproduce_tt_rec").main(given) == 2
-    rows = json.loads((tmp_path / "result.json").read_text())["results"]
+    given = ["--tables", "3", "--ranks", "4", "8", "--caches", "--seeds", "2"]
+    rows = compare_kinds("reproduce_tt_rec", *given, status=2)["results"]
     assert [(row["cell"], row["seeds"]) for row in rows] == [("dense", 1), ("tt3-r4", 1)]
     assert rows[1]["loss, %"] == pytest.approx(1)
 
@@ -158,13 +167,10 @@ def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_frontier_with_known_rates(script, data, tmp_path):
-    given = ["--data", str(data), "--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100"]
-    given += ["--seeds", "1", "--lr", "auto=0.03", "tt+cache=0.02", "dense=0.01"]
-    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
-    given += ["--json", str(tmp_path / "result.json"), "--options", *SMALL]
-    assert script("frontier").main(given) == 0
-    report = json.loads((tmp_path / "result.json").read_text())
+def test_a_frontier_with_known_rates(compare_kinds, data, tmp_path):
+    given = ["--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100", "--seeds", "1"]
+    given += ["--lr", "auto=0.03", "tt+cache=0.02", "dense=0.01"]
+    report = compare_kinds("frontier", *given)
     assert report["embeddings_lr"] == {"auto": 0.03, "tt+cache": 0.02, "dense": 0.01}
     (impossible,) = report["impossible"]
     assert impossible.startswith("block-100x-0: error: a budget of")
@@ -188,14 +194,10 @@ def test_a_frontier_with_known_rates(script, data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_no_run_is_made_twice(script, data, tmp_path, capsys):
-    given = ["--data", str(data)]
-    given += ["--kinds", "block", "dense", "block", "--ratios", "4", "4.0", "--seeds", "1"]
-    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png"), "--jobs", "2"]
-    given += ["--json", str(tmp_path / "result.json"), "--no-timing", "--options", *SMALL]
-    assert script("frontier").main(given) == 0
+def test_no_run_is_made_twice(compare_kinds, capsys):
+    given = ["--kinds", "block", "dense", "block", "--ratios", "4", "4.0", "--seeds", "1"]
+    report = compare_kinds("frontier", *given, "--jobs", "2", "--no-timing")
     assert "repeats the seed" not in capsys.readouterr().err
-    report = json.loads((tmp_path / "result.json").read_text())
     assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
 
 
@@ -216,7 +218,7 @@ def test_a_kind_of_another_type_has_the_rate_of_the_kind(script):
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
+def test_a_bench_of_two_logs_with_trees(script, compare_kinds, data, tmp_path, capsys):
     logs = tmp_path / "logs"
     for name in ("first", "second"):
         shutil.copytree(data, logs / name)
@@ -224,12 +226,8 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     trees = ["--data", str(logs / "first"), "--json", str(json_file)]
     pytest.importorskip("lightgbm")
     assert script("baseline_trees").main([*trees, "--seeds", "1"]) == 0
-    given = ["--data", str(logs), "--kinds", "auto", "hash:int8", "--ratios", "10", "--seeds", "2"]
-    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
-    given += ["--json", str(tmp_path / "bench.json"), "--no-timing", "--options", *SMALL]
-    main = script("frontier").main
-    assert main(given) == 0
-    report = json.loads((tmp_path / "bench.json").read_text())
+    given = ["--kinds", "auto", "hash:int8", "--ratios", "10", "--seeds", "2", "--no-timing"]
+    report = compare_kinds("frontier", *given, "--data", logs)
     points = {(row["log"], row["emb"], row["budget"]): row for row in report["results"]}
     kinds = [("dense", ""), ("auto", "10x"), ("hash int8", "10x")]
     assert set(points) == {(log, *kind) for log in ("first", "second") for kind in kinds}
@@ -239,7 +237,7 @@ def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
     for plot in ("plot.png", "plot_log_loss.png"):
         assert (tmp_path / plot).stat().st_size > 10_000
     shutil.copytree(data, tmp_path / "first")
-    assert main([*given, "--data", str(logs), str(tmp_path / "first")]) == 2
+    compare_kinds("frontier", *given, "--data", logs, tmp_path / "first", status=2)
     assert "have one name: rename one of them" in capsys.readouterr().err
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dlrm.export.delta import changes_between
 from dlrm.utils.shipped import shipped_program
 from tests.kit import corrupt
+from tests.scripts.alone import PROGRAM, export_scores
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
@@ -58,36 +59,10 @@ def export(run, tmp_path):
     return export
 
 
-def scores(rows, *exports):
-    """The scores of raw rows by each export, in a new process without this package."""
-    code = "\n".join(
-        [
-            "import sys; sys.modules['dlrm'] = None; sys.path.insert(0, sys.argv[2])",
-            "import torch",
-            "from safetensors.torch import load_file",
-            "from dlrm_reader import InputReader",
-            "for made in sys.argv[2:]:",
-            "    program = torch.export.load(made + '/model.pt2')",
-            "    program.state_dict.update(load_file(made + '/weights.safetensors'))",
-            "    model, found = program.module(), []",
-            "    for arrays in InputReader.load(made).read([sys.argv[1]]):",
-            "        found += model(*map(torch.from_numpy, arrays)).tolist()",
-            "    print(*found)",
-        ]
-    )
-    command = [sys.executable, "-c", code, *map(str, (rows, *exports))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def applied(base, delta, output):
     """Run the example alone; returns its status and errors."""
-    code = "import sys; sys.modules['dlrm'] = None; import runpy; sys.argv = sys.argv[1:]; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, ROOT / "examples" / "apply_delta.py"]
-    paths = [*command, base, delta, output]
-    return subprocess.run(list(map(str, paths)), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PROGRAM, ROOT / "examples" / "apply_delta.py"]
+    return subprocess.run([*command, base, delta, output], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +94,7 @@ def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path)
     assert list(manifest["files"]) == list(other["files"])
     assert {**manifest, "files": 0} == {**other, "files": 0}
     rows = two_days / "1.tsv"
-    of_made, of_full, of_base = scores(rows, made, full, base)
+    of_made, of_full, of_base = export_scores(rows, made, full, base)
     assert of_made == of_full != of_base
     programs = [(own / "model.pt2").read_bytes() for own in (made, base)]
     assert (programs[0] == programs[1]) == (step == 2)
@@ -149,7 +124,7 @@ def test_a_delta_follows_ids_that_were_given_away(two_days, run, export, tmp_pat
             (made / name).read_bytes() == (full / name).read_bytes() != (base / name).read_bytes()
         )
     assert (made / "model.pt2").read_bytes() == (base / "model.pt2").read_bytes()  # nothing grew
-    of_made, of_full, of_base = scores(raw, made, full, base)
+    of_made, of_full, of_base = export_scores(raw, made, full, base)
     assert of_made == of_full != of_base
 
 

@@ -16,45 +16,17 @@ from safetensors.torch import load_file, save_file
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.run_directory import PREPARATION
 from tests.kit import first
+from tests.scripts.alone import alone, export_scores
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "export.md").read_text()
 BOUND = 1e-6  # on a probability, of fp32 tables
-ALONE = "import sys; sys.modules['dlrm'] = None; sys.path[:] = [p for p in sys.path if p]\n"
-SCORE = """
-import numpy, sys, torch
-from safetensors.torch import load_file
-
-export, rows, output = sys.argv[1:]
-sys.path.insert(0, export)
-from dlrm_reader import InputReader
-
-program = torch.export.load(f"{export}/model.pt2")
-program.state_dict.update(load_file(f"{export}/weights.safetensors"))
-model = program.module()
-batches = InputReader.load(export).read([rows], batch_size=300)
-found = [model(*map(torch.from_numpy, arrays)) for arrays in batches]
-numpy.save(output, torch.cat(found).numpy())
-try:
-    import dlrm
-except ImportError:
-    sys.exit()
-sys.exit("dlrm can be imported")
-"""
 
 
 def block_of(language, containing):
     """A block of code in the document."""
     blocks = [part.partition("```")[0] for part in DOCUMENT.split(f"```{language}\n")[1:]]
     return next(block for block in blocks if containing in block)
-
-
-def alone(code, *arguments, cwd):
-    """Run Python without this package; returns what it printed."""
-    command = [sys.executable, "-c", ALONE + code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -92,8 +64,7 @@ def test_an_export_scores_like_predict_without_this_package(trained, export, exp
     made = export(run)
     moved = tmp_path / "elsewhere"
     made.rename(moved)
-    alone(SCORE, moved, rows, tmp_path / "scores.npy", cwd=tmp_path)
-    found = np.load(tmp_path / "scores.npy")
+    (found,) = export_scores(rows, moved)
     want = expected(run, rows, "--batch-size", 300)
     assert len(found) == 2000
     assert np.abs(found - want).max() <= BOUND
@@ -149,10 +120,8 @@ def test_the_manifest(table, export):
 def test_smaller_tables_score_nearly_the_same(tables, criteo, export, expected, tmp_path):
     directory, _ = criteo
     made = export(directory / "run", "--tables", tables)
-    alone(SCORE, made, directory / "raw", tmp_path / "scores.npy", cwd=tmp_path)
-    change = np.abs(
-        np.load(tmp_path / "scores.npy") - expected(directory / "run", directory / "raw")
-    )
+    (found,) = export_scores(directory / "raw", made)
+    change = np.abs(found - expected(directory / "run", directory / "raw"))
     assert 0 < change.max() < {"bf16": 0.005, "int8": 0.005, "int4": 0.05}[tables]
 
 

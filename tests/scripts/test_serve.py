@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import dlrm
 from dlrm.export.directory import ExportOptions, digest_of, export_run
 from dlrm.utils.shipped import shipped_program
+from tests.scripts.alone import PROGRAM
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -30,16 +31,13 @@ pytest.importorskip("prometheus_client")
 
 ROOT = Path(__file__).parents[2]
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
-# The server must not find this package: not in its directory, and not where it is installed.
-START = "import runpy, sys; sys.modules['dlrm'] = None; sys.argv[:] = sys.argv[1:]; "
-START += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 class Served:
     """A server in a process of its own."""
 
     def __init__(self, export, *options, timeout=60):
-        command = [sys.executable, "-c", START, ROOT / "examples" / "serve.py", export]
+        command = [sys.executable, "-c", PROGRAM, ROOT / "examples" / "serve.py", export]
         command += ["--port", "0", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen([*map(str, command)], cwd=export, **pipes)
