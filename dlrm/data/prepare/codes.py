@@ -222,17 +222,20 @@ def _which_are_positive(array: pa.Array, texts: Sequence[str], name: str) -> str
     counts: Counter[str] = Counter()
     for pair in pc.value_counts(array.indices.drop_null()).to_pylist():
         counts[texts[pair["values"]].strip()] += pair["counts"]
-    del counts[""]
+    missing = counts.pop("", 0) + array.null_count
 
-    # One of two texts, a number from a middle one on, or one of several texts.
+    # Any value, one of two texts, a number from a middle one on, or one of several texts.
+    held = f"these rows hold {_counted(counts)}; say which count as 1, as with"
     option = ["--positive", max(counts)]
+    if len(counts) == 1 and missing:
+        return f"{held} --label \"{name} != ''\""
     if len(counts) != 2:
         try:
             ordered, operator = sorted(counts, key=float), ">="
         except ValueError:
             ordered, operator = sorted(counts), "=="
         option = ["--label", f"{name} {operator} {ordered[len(ordered) // 2]}"]
-    return f"these rows hold {_counted(counts)}; say which count as 1, as with {shlex.join(option)}"
+    return f"{held} {shlex.join(option)}"
 
 
 def _counted(counts: Counter[str]) -> str:

@@ -327,7 +327,7 @@ def read_types(
     skip_bad: bool = False,
 ) -> Mapping[str, pa.DataType]:
     """The type that each needed column, and those to ``keep``, is read with, where the format
-    leaves a choice."""
+    leaves a choice; no type for other columns of JSON."""
     form = files[0].format
     inferred = dict(json_types(files[0], skip_bad=skip_bad)) if form == "json" else {}
 
@@ -345,7 +345,7 @@ def read_types(
             types[column.name] = pa.dictionary(pa.int32(), pa.binary())
         elif form == "csv" and column.kind in ("category", "label", "split"):
             types[column.name] = pa.dictionary(pa.int32(), pa.string())
-    return types
+    return types | {name: pa.null() for name in inferred if name not in types}
 
 
 def json_types(file: RawFile, *, skip_bad: bool = False) -> Mapping[str, pa.DataType]:

@@ -122,7 +122,8 @@ def find_kind(
         return _find_text(name, sample, untyped)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         with suppress(pa.ArrowInvalid):
-            sample.cast(pa.string())
+            if not untyped:  # of a CSV, the row is named later
+                sample.cast(pa.string())
             return InferredKind(kind="category", why=f"texts, {_often(sample)}")
         raise NoFeatureError(f"{kind}, and not UTF-8")
     raise NoFeatureError(str(kind))

@@ -264,19 +264,29 @@ def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
 
 
 def _read_json(data: bytes, types: Mapping[str, pa.DataType] | None) -> pa.RecordBatch:
-    options = {} if types is None else {"explicit_schema": pa.schema(list(types.items()))}
-    behaviour = "infer" if types is None else "error"
+    """The columns with the names of ``types``, in which no type stands for one that is left out."""
+    wanted = _wanted(types or {})
+    behaviour = "error" if types is not None and len(wanted) == len(types) else "infer"
     table = pyarrow.json.read_json(
         pa.BufferReader(data),
         pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-        pyarrow.json.ParseOptions(unexpected_field_behavior=behaviour, **options),
+        pyarrow.json.ParseOptions(wanted or None, unexpected_field_behavior=behaviour),
     )
-    return _only_batch(table)
+    if types is None:
+        return _only_batch(table)
+    for name in table.column_names:
+        if name not in types:
+            raise pa.ArrowInvalid(f"unexpected field {name!r}")
+    return _only_batch(table.select(wanted.names))
+
+
+def _wanted(types: Mapping[str, pa.DataType]) -> pa.Schema:
+    return pa.schema([(name, kind) for name, kind in types.items() if kind != pa.null()])
 
 
 def _parse_json(data: bytes, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
     if not data.strip():
-        return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
+        return pa.RecordBatch.from_pylist([], _wanted(types))
     try:
         return _read_json(data, types)
     except pa.ArrowInvalid:

@@ -100,6 +100,26 @@ def test_json_lines_that_do_not_fit(tmp_path, monkeypatch):
         assert " in row " not in str(raised.value)  # of the lines that were parsed together
 
 
+def test_columns_of_json_lines_can_be_left_out(tmp_path, monkeypatch):
+    """Each of them was an unexpected field, also in rows to score."""
+    rows = [
+        {"label": i % 2, "price": i, "city": "a", "place": {f"x{i}": i}, "note": [1]}
+        for i in range(200)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    path = write(tmp_path / "rows.jsonl", lines)
+    monkeypatch.setattr(infer, "SAMPLE_BYTES", 1000)  # later ones have other parts
+    given = {"price": "number", "place": "drop", "note": "drop"}
+    meta = prepare(path, tmp_path, columns=given)
+    assert [meta.dense[0], *(column.name for column in meta.categorical)] == ["price", "city"]
+    new = write(tmp_path / "new.jsonl", [json.dumps(row | {"key": [{}]}) for row in rows])
+    scored = Transform.load(tmp_path / "out").read([new])
+    assert sum(len(numbers) for _, _, numbers in scored) == 200
+    path = write(tmp_path / "more.jsonl", [*lines, json.dumps(rows[0] | {"more": 1})])
+    with pytest.raises(ValueError, match=r"row 201: unexpected field 'more'; correct the row"):
+        prepare_rows(path, tmp_path / "more", {"columns": given})
+
+
 def test_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("")

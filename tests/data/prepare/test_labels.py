@@ -96,6 +96,7 @@ def test_a_third_value_later_on_names_its_row_or_is_skipped(tmp_path, monkeypatc
         (["1", "2", "2"], "'2' (40), '1' (20)", "--positive 2"),
         (["-1", "1", "1"], "'1' (40), '-1' (20)", "--positive 1"),
         (["did not", "did so", "did so"], "'did so' (40), 'did not' (20)", "--positive 'did so'"),
+        (["click", "", ""], "'click' (20)", "--label \"bought != ''\""),
         (["3", "4", "5"], "'3' (20), '4' (20), '5' (20)", "--label 'bought >= 4'"),
         (["0.5", "-2.5", "10.5"], "'0.5' (20), '-2.5' (20)", "--label 'bought >= 0.5'"),
         (["c", "b", "a"], "'c' (20), 'b' (20), 'a' (20)", "--label 'bought == b'"),
