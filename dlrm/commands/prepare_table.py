@@ -162,7 +162,8 @@ def print_summary(output: Path, meta: Meta, began: float) -> None:
     transform, options = output / TRANSFORM_FILE, output / OPTIONS_FILE
     scalings = read_json(transform)["scalings"] if transform.is_file() else {}
     for kind in sorted({scaling["transform"] for scaling in scalings.values()}):
-        names = [name for name, scaling in scalings.items() if scaling["transform"] == kind]
+        names = [name for name in scalings if scalings[name]["transform"] == kind]
+        names = [name for name in names if name in meta.dense]
         print(f"{kind:8} {len(names):>10,} numbers: {printable(listing(names, 50))}")
     rated = [names for names in map(rate_names, meta.tables) if names[1] in meta.dense]
     counts = sum(count in meta.dense for count, _ in rated)

@@ -10,13 +10,14 @@ of two columns that say the same, one has the effect: the rows of the other say 
 model is more than such a sum, so a part of what ids say alone is added. The numbers of the rows, in
 bins, explain as small columns do: among them are the rates of ids, which say much of the same. The
 counts of ids are numbers too. One that explains no more than by chance what all else leaves
-unexplained would add noise to a model, so a preparation leaves it out.
+unexplained would add noise to a model, so a preparation leaves it out; and of many other numbers
+those that say nothing (:mod:`dlrm.data.prepare.telling`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..utils.cpus import cpu_count
 from .parquet import RowGroupReader, Rows
 from .prepare.rates import rate_names
+from .prepare.telling import FEW_NUMBERS, telling
 from .schema import Meta
 from .threads import map_in_order
 
@@ -186,16 +188,18 @@ def with_effects(
     directory: str | os.PathLike[str],
     meta: Meta,
     counts: Iterable[ArrayLike],
+    doubtful: Collection[str] = (),
     most_rows: int = MOST_ROWS,
 ) -> Meta:
     """Estimate the effects of all columns from training rows, in bounded memory.
 
     Args:
         counts: occurrences of every id of every column in all training rows.
+        doubtful: numbers that are left out if they are many and say nothing.
         most_rows: if there are more rows, only every n-th row group is read.
 
     Returns:
-        The description with the effects, and without the counts that explain nothing.
+        The description with the effects, and without the counts and other numbers that say nothing.
 
     Raises:
         ValueError: the data is damaged.
@@ -210,12 +214,26 @@ def with_effects(
     numbers = [_binned([part.dense[at] for part in parts]) for at in range(len(meta.dense))]
     effects, explain = estimate_effects(columns, numbers, labels)
     are_counts = {rate_names(name)[0] for name in meta.tables}
-    dense = zip(meta.dense, explain, strict=True)
+    chance = {name for name, explains in zip(meta.dense, explain, strict=True) if not explains}
+    left_out = chance & are_counts | _silent(meta, doubtful, parts, labels)
     return replace(
         meta,
-        dense=tuple(name for name, telling in dense if telling or name not in are_counts),
+        dense=tuple(name for name in meta.dense if name not in left_out),
         effects=dict(zip(meta.tables, effects, strict=True)),
     )
+
+
+def _silent(
+    meta: Meta, numbers: Collection[str], parts: Sequence[Rows], labels: Floats
+) -> set[str]:
+    """Of many ``numbers``, of which less than half say something, those that say nothing."""
+    if len(numbers) <= FEW_NUMBERS:
+        return set()
+    places = [at for at, name in enumerate(meta.dense) if name in numbers]
+    columns = (np.concatenate([part.dense[at] for part in parts]) for at in places)
+    says = telling(columns, labels) > 1
+    few = 0 < says.sum() < len(places) / 2
+    return {meta.dense[at] for at in np.array(places)[~says]} if few else set()
 
 
 def _column(parts: Sequence[Rows], at: int, counts: ArrayLike) -> _Column:

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from ...utils.messages import listing, print_error
-from ..schema import SPLITS, Split
+from ..schema import SPLITS, Meta, Split
 from .bad_rows import BadRowsRule
 from .codes import LabelRule, label_rule
 from .column_options import yaml_line
@@ -201,3 +201,13 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
                 f"{example:.4g}, far beyond the others: they count as {limit:.4g}; correct them, "
                 f"or set {yaml_line(feature.name, SCALED)}"
             )
+
+
+def note_left_out(numbers: Sequence[str], meta: Meta) -> None:
+    """Note which of many numbers are left out, as they say nothing of the label."""
+    if silent := [name for name in numbers if name not in meta.dense]:
+        print_error(
+            f"note: {len(silent):,} of {len(numbers):,} numbers are left out, on which the labels "
+            f"of the training rows do not depend, alone or two together: {listing(silent)}; "
+            f"{yaml_line(silent[0], 'number')} keeps one"
+        )

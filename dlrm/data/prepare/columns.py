@@ -15,6 +15,10 @@ from .rates import rate_names
 SPLIT = "(split)"
 """Name of what the split of a row depends on, where rows are converted but not yet prepared."""
 
+MOST_BUCKETED, FEW_BUCKETED = 100, 32
+"""Numbers of a vector that all have buckets, and those of a longer one that have: each bucket is a
+table, and hundreds take long and fit noise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
@@ -167,6 +171,11 @@ class ColumnPlan:
         return (*own, *(name for feature in self.rated for name in rate_names(feature)))
 
     @cached_property
+    def found_numbers(self) -> tuple[str, ...]:
+        """Those of columns of which the options do not say what they are."""
+        return tuple(f.name for f in self.dense if not f.column.why.startswith("given"))
+
+    @cached_property
     def label(self) -> str:
         """The column of the label, which every table to learn from has."""
         (name,) = (column.name for column in self.columns if column.kind == "label")
@@ -198,12 +207,6 @@ class ColumnPlan:
         return validate(cls, dict(content))
 
 
-def most_bucketed(numbers: int) -> int:
-    """Of how many numbers the buckets are ids, in a table without others: each is a table that
-    interacts with all others, which takes long and fits noise if there are hundreds."""
-    return numbers if numbers <= 100 else 32
-
-
 def _features(columns: Sequence[Column]) -> Iterator[Feature]:
     for column in columns:
         if column.kind in ("number", "category", "list"):
@@ -213,7 +216,8 @@ def _features(columns: Sequence[Column]) -> Iterator[Feature]:
         elif column.kind == "vector":
             parts = [str(place) for place in range(column.options.size or 0)]
             if column.options.bucketed:
-                parts += [f"{part}_bucket" for part in parts[: most_bucketed(len(parts))]]
+                few = parts if len(parts) <= MOST_BUCKETED else parts[:FEW_BUCKETED]
+                parts += [f"{part}_bucket" for part in few]
             for part in parts:
                 yield Feature(name=f"{column.name}_{part}", column=column, part=part)
         elif column.kind == "time":

@@ -17,7 +17,7 @@ from . import codes
 from .bad_rows import BadRow, BadValue
 from .codes import find_negative
 from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
-from .columns import Column, ColumnPlan, most_bucketed
+from .columns import Column, ColumnPlan
 from .files import ParquetPart, RawFile, no_header_hint
 from .kinds import (
     OF_THE_DAY,
@@ -31,8 +31,9 @@ from .kinds import (
     whole_days,
 )
 from .plan_summary import format_plan
+from .telling import FEW_NUMBERS, telling
 from .text_formats import CsvPart
-from .values import decoded, is_text, type_name, without_texts
+from .values import decoded, is_number, is_text, type_name, without_texts
 
 SAMPLE_BYTES = 4 << 20
 WIDE = 500  # columns; the first rows of more columns are more bytes
@@ -82,7 +83,7 @@ def plan_columns(
         told = error.located(files[0].path) if isinstance(error, BadRow) else error
         raise ColumnsError(str(told), plan) from None
     if not plan.categorical:
-        plan = replace(plan, columns=_bucketed(columns))
+        plan = replace(plan, columns=_bucketed(columns, samples[0], labels[0]))
     if not plan.categorical:
         problem = (
             f"{files[0].path}: no column is a category or list, and a model needs one; set one"
@@ -92,10 +93,14 @@ def plan_columns(
     return replace(plan, options=options)
 
 
-def _bucketed(columns: Sequence[Column]) -> tuple[Column, ...]:
-    """The columns of a table without ids, with buckets of the first numbers, or of a vector."""
+def _bucketed(
+    columns: Sequence[Column], sample: Mapping[str, pa.Array], labels: NDArray[np.uint8] | None
+) -> tuple[Column, ...]:
+    """The columns of a table without ids, with buckets of numbers, or of the first of a vector. Of
+    many numbers, those have them that say most of the label in the first rows."""
     names = [column.name for column in columns if column.kind == "number"]
-    names = names[: most_bucketed(len(names))]
+    if len(names) > FEW_NUMBERS:
+        names = (_telling(names, sample, labels) or names)[:FEW_NUMBERS]
     names = names or [column.name for column in columns if column.kind == "vector"][:1]
     return tuple(
         replace(
@@ -107,6 +112,20 @@ def _bucketed(columns: Sequence[Column]) -> tuple[Column, ...]:
         else column
         for column in columns
     )
+
+
+def _telling(
+    names: Sequence[str], sample: Mapping[str, pa.Array], labels: NDArray[np.uint8] | None
+) -> list[str]:
+    """The numbers that say something of the labels, those that say most first."""
+    known = [name for name in names if name in sample and is_number(sample[name].type)]
+    if labels is None or not known:
+        return []
+    numbers = (
+        sample[name].cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) for name in known
+    )
+    sure = telling(numbers, labels)
+    return [known[at] for at in np.argsort(-sure, kind="stable") if sure[at] > 1]
 
 
 _USELESS = ColumnOptions(kind="drop")

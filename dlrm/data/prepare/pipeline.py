@@ -30,7 +30,14 @@ from ...utils.cpus import cpu_count
 from ..evidence import with_effects
 from ..schema import META_FILE, Categorical, EarlierData, Meta
 from .bad_rows import BadRowsRule
-from .checks import ClassCounts, count_classes, note_weights, require_both_classes, require_rows
+from .checks import (
+    ClassCounts,
+    count_classes,
+    note_left_out,
+    note_weights,
+    require_both_classes,
+    require_rows,
+)
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
 from .spill import Spilled, spill_rows
@@ -179,8 +186,11 @@ class Preparation:
         paths = [directory / Meta.vocabulary_file(name) for name in meta.tables]
         only = pa.schema([COUNTS.field("count")])  # the row number is the id
         counts_of_ids = (read_vocabulary(path, only)["count"].to_numpy() for path in paths)
-        found = with_effects(directory, meta, counts_of_ids)
-        return found if self.earlier is None else replace(found, dense=meta.dense)
+        found = with_effects(directory, meta, counts_of_ids, plan.found_numbers)
+        if self.earlier is not None:
+            return replace(found, dense=meta.dense)
+        note_left_out(plan.found_numbers, found)
+        return found
 
 
 def _require_usable(earlier: EarlierIds, output: Path) -> None:
