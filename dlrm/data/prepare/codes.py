@@ -50,13 +50,8 @@ class LabelRule:
         zero = "all others" if ALL_OTHERS in self.negative else " ".join(self.negative)
         return f"1: {' '.join(self.positive)}, 0: {zero}"
 
-    @property
-    def takes_missing(self) -> bool:
-        """Whether a missing label counts as 0 or 1, as with ``bought_at != ''``."""
-        return self.operator in ("==", "!=") and not self.value
-
     def apply(self, array: pa.Array, name: str, *, required: bool = True) -> pa.Array:
-        """``[n]`` labels as uint8. Where they are not ``required``, an error says so.
+        """``[n]`` labels as uint8; null if missing and not ``required``.
 
         Raises:
             BadValue: a label is missing or another value.
@@ -66,27 +61,30 @@ class LabelRule:
         # A comparison, with numbers or with a text.
         if self.operator in ORDERS:
             found = numbers(array, name)
-            if len(rows := np.flatnonzero(np.isnan(found))):
+            missing = np.isnan(found)
+            if required and missing.any():
                 problem = f"the value is missing; {must}: leave out rows without it"
-                raise BadValue(name, rows, problem)
-            return pa.array(ORDERS[self.operator](found, float(self.value)).astype(np.uint8))
+                raise BadValue(name, np.flatnonzero(missing), problem)
+            larger = ORDERS[self.operator](found, float(self.value))
+            return pa.array(larger.astype(np.uint8), mask=missing)
         if self.operator is not None:
             equal = int(self.operator == "==")
-            return _mapped(array, name, {_plain(self.value): equal}, must, "", other=1 - equal)
+            codes = {_plain(self.value): equal}
+            return _mapped(array, name, codes, must, "", other=1 - equal, required=required)
 
         # Values that are listed, or 0 and 1.
         optional = "" if required else "correct it, or leave the column out: scores need no label"
         if self.positive is None:
             rule = "it must be 0 or 1 (false or true), as a model has one binary label"
-            return _mapped(array, name, LABELS, rule, optional or None)
+            return _mapped(array, name, LABELS, rule, optional or None, required=required)
 
         ones = dict.fromkeys(map(_plain, self.positive), 1)
         if ALL_OTHERS in self.negative:
-            return _mapped(array, name, ones, must, "", other=0)
+            return _mapped(array, name, ones, must, "", other=0, required=required)
         rule = f"it must be {_listed(self.positive)} (counts as 1) or {_listed(self.negative)} (0)"
         hint = "correct it, or list all values that count as 0 with negative: in the YAML"
         zeros = dict.fromkeys(map(_plain, self.negative), 0)
-        return _mapped(array, name, zeros | ones, rule, optional or hint)
+        return _mapped(array, name, zeros | ones, rule, optional or hint, required=required)
 
 
 def split_comparison(label: str) -> tuple[str, LabelRule] | None:
@@ -124,16 +122,8 @@ def labels(
     Raises:
         BadValue: a label is missing or another value. Its rows are not to be skipped lightly.
     """
-    rule = rule or LabelRule()
     try:
-        if required or rule.takes_missing:
-            return rule.apply(array, name)
-        texts = as_texts(decoded(array), name)
-        there = pc.not_equal(texts, "").fill_null(False)
-        # Any label in place of a missing one, so that errors name the right row.
-        some = rule.positive[0] if rule.positive else rule.value or "1"
-        found = rule.apply(pc.if_else(there, texts, some), name, required=False)
-        return pc.if_else(there, found, pa.scalar(None, pa.uint8()))
+        return (rule or LabelRule()).apply(array, name, required=required)
     except BadValue as error:
         error.remedy = ""
         raise
@@ -192,8 +182,10 @@ def _mapped(
     rule: str,
     hint: str | None,
     other: int | None = None,
+    *,
+    required: bool = True,
 ) -> pa.Array:
-    """The code of each value, ``other`` if it has none.
+    """The code of each value, ``other`` if it has none; null if missing and not ``required``.
 
     Without a ``hint``, an error says how to choose the values of a label that count as 1.
     """
@@ -204,8 +196,11 @@ def _mapped(
     if "" in codes:
         missing = pa.scalar(codes[""], pa.uint8())
         result = pc.if_else(array.indices.is_null(), missing, result)
-    if result.null_count:
-        rows = np.flatnonzero(result.is_null())
+    wrong = result.is_null()
+    if not required:
+        there = pa.array([bool(text.strip()) for text in texts], pa.bool_())
+        wrong = pc.and_(wrong, there.take(array.indices).fill_null(False))
+    if len(rows := np.flatnonzero(wrong)):
         index = array.indices[rows[0]].as_py()
         if index is None or not texts[index].strip():
             problem = f"the value is missing; {rule}: leave out rows without it"
