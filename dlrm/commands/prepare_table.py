@@ -17,14 +17,11 @@ from dlrm.data.prepare.kinds import OF_THE_DAY
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.rates import rate_names
 from dlrm.data.prepare.table import (
-    OPTIONS_FILE,
     open_and_plan,
     open_later_rows,
-    options_as_yaml,
     prepare_table,
 )
-from dlrm.data.prepare.transform import TRANSFORM_FILE
-from dlrm.data.prepare.workspace import BAD_ROWS_FILE
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE, OPTIONS_FILE, TRANSFORM_FILE
 from dlrm.data.schema import HASHED, Meta
 from dlrm.utils.documents import parse_yaml, read_json
 from dlrm.utils.messages import listing, printable
@@ -103,7 +100,7 @@ def _prepare(options: Namespace) -> None:
         option = shlex.join(["--split-by", f"time:{times[0]}"])
         print(f"split in the order of the rows (by time: {option})")
     if options.dry_run:
-        print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
+        print(f"\n{plan.as_yaml()}\nnothing was prepared (--dry-run)")
         return
 
     meta = prepare_table(
@@ -225,7 +222,8 @@ def _parser() -> Parser:
     # Which rows are trained on, and the ids of their values.
     shares = "the shares of train, val and test (default: 0.8 0.1 0.1; with --ids-of 0 0 1)"
     add("--split", nargs="+", metavar="SHARE", help=shares)
-    way = "rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
+    way = "rows: in the order of the rows. days: the same, by whole files, as with --criteo. "
+    way += "random. time:COLUMN: earlier rows for training. "
     way += "column:COLUMN: its values are train, val and test (default: rows)"
     add("--split-by", metavar="WAY", help=way)
     ids = "vocabulary: contiguous ids of the values of the training rows. hash: 64-bit hashes "

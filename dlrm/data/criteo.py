@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
@@ -17,8 +16,6 @@ from dlrm.data.prepare.infer import read_types
 from dlrm.data.prepare.input_paths import find_files
 from dlrm.data.prepare.learner import EarlierIds
 from dlrm.data.prepare.pipeline import Preparation, RunOptions
-from dlrm.data.prepare.spill import Spilled
-from dlrm.data.prepare.splitting import Splitter, split_by_days, split_by_shares
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import Meta
@@ -53,8 +50,7 @@ class Options:
     preparations, this one included."""
 
     def __post_init__(self) -> None:
-        if self.split != ("days",):
-            _exact_shares(self.split)
+        self.split_options()
         for name, hint in get_type_hints(Options).items():
             option, value = f"--{name.replace('_', '-')}", getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
@@ -69,6 +65,19 @@ class Options:
         if self.ids == "hash" and given:
             option = f"--{given[0].replace('_', '-')}"
             raise ValueError(f"--ids hash makes no vocabulary, as {option} needs: drop {option}")
+
+    def split_options(self) -> SplitOptions:
+        """The split, which is exactly as the decimals say."""
+        if self.split == ("days",):
+            return SplitOptions(by="days")
+        try:
+            train, val, test = self.split
+            return SplitOptions(train=train, val=val, test=test)
+        except ValueError:
+            raise ValueError(
+                f"--split is {' '.join(self.split)}; it must be days, or the shares of train, val "
+                "and test, which add up to 1, as in --split 0.85 0 0.15"
+            ) from None
 
     def as_dict(self) -> dict[str, Any]:
         """The options as ``meta.json`` has them; those of earlier versions had no append_new, no
@@ -105,17 +114,12 @@ def prepare(
     if options.ids_of is not None:
         options = inherit_options(options)
 
-    def split(spilled: Spilled) -> Splitter:
-        return Splitter(ranges=split_rows(options.split, [spilled.rows_of[path] for path in paths]))
-
-    plan = criteo_plan(options.as_dict())
+    plan = criteo_plan(options.as_dict(), options.split_options())
     files = list(map(open_log, paths))
+    source = TableRows(files=files, plan=plan, types=read_types(plan, files), limit=options.limit)
     preparation = Preparation(
-        source=TableRows(
-            files=files, plan=plan, types=read_types(plan, files), limit=options.limit
-        ),
+        source=source,
         transform=Transform.of_criteo(plan),
-        split=split,
         options=options.as_dict(),
         earlier=EarlierIds.given(options.ids_of, options.append_new, options.forget),
         bad_rows=options.bad_rows,
@@ -159,23 +163,3 @@ def inherit_options(options: Options) -> Options:
             "forgotten values could share: prepare it with --vocabulary train"
         )
     return options
-
-
-def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
-    """The rows of each split, numbered over all inputs, by the rows of each; see
-    :attr:`Options.split`."""
-    if split == ("days",):
-        return split_by_days(rows)
-    return split_by_shares(sum(rows), *_exact_shares(split)[:2])
-
-
-def _exact_shares(split: tuple[str, ...]) -> tuple[Fraction, ...]:
-    """The shares of train, val and test, exactly as the decimals say, which must add up to 1."""
-    try:
-        train, val, test = split
-        return SplitOptions(train=train, val=val, test=test).shares()
-    except ValueError:
-        raise ValueError(
-            f"--split is {' '.join(split)}; it must be days, or the shares of train, val and test, "
-            "which add up to 1, as in --split 0.85 0 0.15"
-        ) from None

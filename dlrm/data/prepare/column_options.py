@@ -101,8 +101,9 @@ class SplitOptions(Closed):
     The shares are exact: decimals or fractions such as 1/7.
     """
 
-    by: Literal["rows", "random", "time", "column"] = "rows"
-    """``rows``: train, val and test follow one another. ``random``: by the number of the row,
+    by: Literal["rows", "days", "random", "time", "column"] = "rows"
+    """``rows``: train, val and test follow one another. ``days``: by the protocol of Criteo's logs,
+    see :func:`dlrm.data.prepare.splitting.split_by_days`. ``random``: by the number of the row,
     scrambled. ``time``: by the values of ``column``, earlier ones for training. ``column``: its
     values are train, val or test."""
     column: Text | None = None
@@ -121,7 +122,7 @@ class SplitOptions(Closed):
                 f"by is {self.by}, so it needs a column; "
                 f"add column: NAME, as in --split-by {self.by}:NAME"
             )
-        if self.by in ("rows", "random") and self.column is not None:
+        if self.by not in ("time", "column") and self.column is not None:
             raise ValueError(
                 f"column is {self.column!r}, but by is {self.by}; set by: time or by: column"
             )

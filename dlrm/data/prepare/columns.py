@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from ...utils.validation import validate
+import yaml
+
+from ...utils.validation import chosen, validate
 from .column_options import ColumnOptions, TableOptions
 from .rates import rate_names
 
@@ -196,6 +198,15 @@ class ColumnPlan:
         """Plain values, from which :meth:`from_json` makes the same plan."""
         columns = [{**vars(column), "options": vars(column.options)} for column in self.columns]
         return {"options": asdict(self.options), "columns": columns}
+
+    def as_yaml(self) -> str:
+        """The options with every column, for ``--config``: the same table is prepared the same."""
+        content = chosen(replace(self.options, columns={}))
+        options = {column.name: chosen(column.options) for column in self.columns}
+        content["columns"] = {
+            name: own["kind"] if len(own) == 1 else own for name, own in options.items()
+        }
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ColumnPlan:

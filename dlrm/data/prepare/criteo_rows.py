@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..schema import CRITEO_CATEGORICAL, CRITEO_DENSE
-from .column_options import ColumnOptions, TableOptions
+from .column_options import ColumnOptions, SplitOptions, TableOptions
 from .columns import Column, ColumnPlan
 from .files import RawFile
 from .text_blocks import BlockReader
@@ -16,7 +16,7 @@ from .text_formats import CsvLayout
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 
 
-def criteo_plan(options: Mapping[str, Any]) -> ColumnPlan:
+def criteo_plan(options: Mapping[str, Any], split: SplitOptions | None = None) -> ColumnPlan:
     """The columns of the rows, and what becomes of them by the options that ``meta.json`` has."""
     transform: Literal["log", "log3"] = "log3" if options["dense_transform"] == "log3" else "log"
     number = ColumnOptions(kind="number", transform=transform)
@@ -27,7 +27,11 @@ def criteo_plan(options: Mapping[str, Any]) -> ColumnPlan:
         Column(name=name, found="text", why="Criteo", options=own) for name, own in kinds.items()
     ]
     return ColumnPlan(
-        options=TableOptions(transform=transform, ids=options.get("ids", "vocabulary")),
+        options=TableOptions(
+            transform=transform,
+            ids=options.get("ids", "vocabulary"),
+            split=split or SplitOptions(by="days"),
+        ),
         columns=tuple(columns),
         hexadecimal=True,
         cap=options.get("cap"),

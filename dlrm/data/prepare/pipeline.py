@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -40,14 +40,14 @@ from .checks import (
 )
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
-from .spill import Spilled, spill_rows
+from .spill import spill_rows
 from .split_writer import write_splits
-from .splitting import Splitter
+from .splitting import make_splitter
 from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
-from .transform import TRANSFORM_FILE, Transform
+from .transform import Transform
 from .vocabulary import COUNTS, read_vocabulary
-from .workspace import BAD_ROWS_FILE, Workspace
+from .workspace import BAD_ROWS_FILE, OPTIONS_FILE, TRANSFORM_FILE, Workspace
 
 FORMAT = 4  # of the spilled blocks; increment it when a restart cannot reuse older ones
 
@@ -72,11 +72,8 @@ class Preparation:
     source: TableRows
     transform: Transform
     """With the plan; what the rows have to tell is learned, unless there are earlier ids."""
-    split: Callable[[Spilled], Splitter]
     options: Mapping[str, Any]
     """As ``meta.json`` has them."""
-    save: Callable[[Path], None] | None = None
-    """Writes further results."""
     earlier: EarlierIds | None = None
     bad_rows: BadRowsRule = "stop"
     """``skip``: leave out rows that do not fit, at most half of all. ``skip-all``: any number."""
@@ -126,7 +123,7 @@ class Preparation:
         require_rows(spilled, self.bad_rows, self.source.paths[0], learns=learns)
 
         # The rows of each split.
-        plan, splitter = self.transform.plan, self.split(spilled)
+        plan, splitter = self.transform.plan, make_splitter(self.transform.plan, spilled)
         counts = count_classes(spilled, splitter, plan.label, plan.weight)
         if learns and plan.vocabulary == "train" and not counts["train"].rows.any():
             remedy = "leave --append-new out or " if self.earlier is not None else ""
@@ -153,8 +150,10 @@ class Preparation:
         # All other results; meta.json is the last one.
         with atomic_write(work / BAD_ROWS_FILE) as temporary:
             temporary.write_text(json.dumps(spilled.bad.as_json(), indent=2) + "\n")
-        if self.save is not None:
-            self.save(work.directory)
+        if not plan.hexadecimal:  # all about Criteo's columns is known from the options
+            self.transform.save(work.directory)
+            with atomic_write(work / OPTIONS_FILE) as temporary:
+                temporary.write_text(plan.as_yaml())
 
         self._describe(work.directory, counts, categorical).write(work.directory)
 

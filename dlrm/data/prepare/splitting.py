@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from ..schema import SPLITS
 from .column_options import SplitOptions
-from .columns import SPLIT
+from .columns import SPLIT, ColumnPlan
 from .numbers import summarise
-from .spill import SpilledBlock
+from .spill import Spilled, SpilledBlock
+from .values import numbers, times
 
 DAYS = 7
 
@@ -84,27 +86,48 @@ class Splitter:
         return (values >= limits[0]).astype(np.uint8) + (values >= limits[1])
 
 
-def make_splitter(
-    options: SplitOptions,
-    blocks: Sequence[SpilledBlock],
-    rows: int,
-    label: str,
-    limits: tuple[float, float] | None = None,
-) -> Splitter:
-    """The splitter of rows that have been read. For ``time``, ``limits`` are where validation and
-    test begin, if that is given."""
+def make_splitter(plan: ColumnPlan, spilled: Spilled) -> Splitter:
+    """The splitter of rows that have been read.
+
+    Raises:
+        ValueError: the values from which validation and test begin are no times, or fall.
+    """
+    options, blocks = plan.options.split, spilled.blocks
     train, val, _ = options.shares()
+    if options.by == "days":
+        return Splitter(ranges=split_by_days(list(spilled.rows_of.values())))
     if options.by == "rows":
-        return Splitter(ranges=split_by_shares(rows, train, val))
+        return Splitter(ranges=split_by_shares(spilled.rows, train, val))
     if options.by != "time":
-        in_order = options.by == "column" and not _sorted_by(label, blocks)
+        in_order = options.by == "column" and not _sorted_by(plan.label, blocks)
         return Splitter(options=options, in_order=in_order)
-    if limits is None:
-        times = (block.column(SPLIT).to_numpy() for block in blocks)
-        sample = np.append(np.sort(summarise(times, rows).sample), np.inf)
+
+    # By time, from given values on or by quantiles.
+    if (limits := _given_limits(plan)) is None:
+        moments = (block.column(SPLIT).to_numpy() for block in blocks)
+        sample = np.append(np.sort(summarise(moments, spilled.rows).sample), np.inf)
         last = len(sample) - 1
         limits = float(sample[int(train * last)]), float(sample[int((train + val) * last)])
     return Splitter(options=options, limits=limits, in_order=_rises(blocks))
+
+
+def _given_limits(plan: ColumnPlan) -> tuple[float, float] | None:
+    """Where validation and test begin in a split by time, in the unit of the column, if given."""
+    split = plan.options.split
+    if split.val_from is None or split.test_from is None:
+        return None
+    where, limits = "split: val_from or test_from", pa.array([split.val_from, split.test_from])
+    column = next(column for column in plan.columns if column.name == split.column)
+    if column.numeric:
+        val, test = map(float, numbers(limits, where, column.options.marks))
+    else:
+        val, test = map(float, times(limits, where, (), None, "s", column.zone))
+    if val > test:
+        raise ValueError(
+            f"split: val_from is {split.val_from}, after test_from {split.test_from}; "
+            "validation comes between training and test"
+        )
+    return val, test
 
 
 def _rises(blocks: Sequence[SpilledBlock]) -> bool:

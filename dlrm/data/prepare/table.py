@@ -8,12 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import pyarrow as pa
-import yaml
-
-from ...utils.atomic import atomic_write
 from ...utils.messages import did_you_mean
-from ...utils.validation import chosen, validate
+from ...utils.validation import validate
 from ..schema import Meta
 from .bad_rows import BadRowsRule
 from .column_options import ColumnOptions, SplitOptions, TableOptions
@@ -23,13 +19,9 @@ from .infer import plan_columns, read_types
 from .input_paths import find_files
 from .learner import EarlierIds
 from .pipeline import Preparation, RunOptions
-from .spill import Spilled
-from .splitting import Splitter, make_splitter
 from .table_rows import TableRows
 from .transform import TRANSFORM_FILE, Transform
-from .values import numbers, times
 
-OPTIONS_FILE = "table.yaml"
 MADE_BY = "scripts/prepare_table.py"
 
 
@@ -162,52 +154,12 @@ def prepare_table(
     if ids_of is not None:
         transform = replace(Transform.load(ids_of, vocabularies=False), plan=plan)
 
-    def split(spilled: Spilled) -> Splitter:
-        by = plan.options.split
-        return make_splitter(by, spilled.blocks, spilled.rows, plan.label, _limits(plan))
-
-    def save(directory: Path) -> None:
-        transform.save(directory)
-        with atomic_write(directory / OPTIONS_FILE) as temporary:
-            temporary.write_text(options_as_yaml(plan))
-
     types = read_types(plan, files, skip_bad=bad_rows != "stop")
     preparation = Preparation(
         source=TableRows(files=files, plan=plan, types=types),
         transform=transform,
-        split=split,
         options=options,
-        save=save,
         earlier=earlier,
         bad_rows=bad_rows,
     )
     return preparation.run(output, **run)
-
-
-def options_as_yaml(plan: ColumnPlan) -> str:
-    """The options with every column, for ``--config``: the same table is prepared the same."""
-    content = chosen(replace(plan.options, columns={}))
-    options = {column.name: chosen(column.options) for column in plan.columns}
-    content["columns"] = {
-        name: own["kind"] if len(own) == 1 else own for name, own in options.items()
-    }
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-
-
-def _limits(plan: ColumnPlan) -> tuple[float, float] | None:
-    """Where validation and test begin in a split by time, in the unit of the column, if given."""
-    split = plan.options.split
-    if split.val_from is None or split.test_from is None:
-        return None
-    where, limits = "split: val_from or test_from", pa.array([split.val_from, split.test_from])
-    column = next(column for column in plan.columns if column.name == split.column)
-    if column.numeric:
-        val, test = map(float, numbers(limits, where, column.options.marks))
-    else:
-        val, test = map(float, times(limits, where, (), None, "s", column.zone))
-    if val > test:
-        raise ValueError(
-            f"split: val_from is {split.val_from}, after test_from {split.test_from}; "
-            "validation comes between training and test"
-        )
-    return val, test

@@ -39,8 +39,8 @@ from .table_rows import FilePart, TableRows, map_parts
 from .text_blocks import BLOCK_BYTES
 from .text_hashes import hashed_ids
 from .vocabulary import Vocabulary
+from .workspace import TRANSFORM_FILE
 
-TRANSFORM_FILE = "transform.json"
 VERSION = 1
 PreparedRows = tuple[pa.RecordBatch, pa.RecordBatch]
 """Prepared rows, and columns of theirs that are kept as they were."""

@@ -17,7 +17,9 @@ DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
 LOCK_FILE = "lock"
 BAD_ROWS_FILE = "bad_rows.json"
-OWN_FILES = (BAD_ROWS_FILE, "transform.json", "table.yaml")  # that only a preparation makes
+TRANSFORM_FILE = "transform.json"
+OPTIONS_FILE = "table.yaml"
+OWN_FILES = (BAD_ROWS_FILE, TRANSFORM_FILE, OPTIONS_FILE)  # that only a preparation makes
 RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", *OWN_FILES)
 
 

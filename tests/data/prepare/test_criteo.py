@@ -19,9 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data import criteo
-from dlrm.data.criteo import Options, prepare, split_rows
+from dlrm.data.criteo import Options, prepare
 from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare import learner, split_writer
+from dlrm.data.prepare.splitting import split_by_days, split_by_shares
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, HASHED, SPLITS, Meta
@@ -53,6 +54,13 @@ def shared(tmp_path_factory):
 def quiet(inputs, output, options: Options | None = None, **kwargs) -> Meta:
     inputs = inputs if isinstance(inputs, list) else [inputs]
     return prepare(inputs, output, options or Options(), progress=False, **kwargs)
+
+
+def split_rows(options: Options, rows: list[int]) -> dict[str, range]:
+    """The rows of each split, by the rows of each file."""
+    if options.split == ("days",):
+        return split_by_days(rows)
+    return split_by_shares(sum(rows), *options.split_options().shares()[:2])
 
 
 def check_against_plain_python(rows: list[list[str]], ranges: dict, output: Path, options: Options):
@@ -108,7 +116,7 @@ def check_against_plain_python(rows: list[list[str]], ranges: dict, output: Path
 )
 def test_every_value(raw, tmp_path, options, monkeypatch):
     """Vocabularies are merged from one block, and from several chunks of blocks."""
-    ranges = split_rows(options.split, [ROWS])
+    ranges = split_rows(options, [ROWS])
     quiet(raw, tmp_path / "one block", options)
     monkeypatch.setattr(learner, "CHUNK_BYTES", 1600)
     quiet(raw, tmp_path / "blocks", options, block_bytes=BLOCK)
@@ -157,7 +165,7 @@ def test_hashed_ids_are_the_values_themselves(raw, tmp_path, cap):
 
     # Those of a day, and of rows that are scored.
     (scored, _, _), *_ = Transform.load(whole).read([raw])
-    ranges = split_rows(("days",), [ROWS])
+    ranges = split_rows(Options(), [ROWS])
     tables = [
         *((pq.read_table(whole / f"{split}.parquet"), criteo_rows(ROWS)[ranges[split].start :])
         for split in SPLITS),
@@ -283,13 +291,13 @@ def test_several_compressed_inputs_and_a_limit(tmp_path):
         days[-1].write_bytes(compressed)
     meta = quiet(days, tmp_path / "all", block_bytes=BLOCK)
     check_against_plain_python(
-        rows, split_rows(("days",), [200, 200, 50]), tmp_path / "all", Options()
+        rows, split_rows(Options(), [200, 200, 50]), tmp_path / "all", Options()
     )
     assert [record["name"] for record in meta.inputs] == ["day_0", "day_1", "day_2"]
 
     options = Options(limit=250, split=("0.6", "0.2", "0.2"))
     meta = quiet(days, tmp_path / "some", options, block_bytes=BLOCK)
-    ranges = split_rows(options.split, [250])
+    ranges = split_rows(options, [250])
     check_against_plain_python(rows[:250], ranges, tmp_path / "some", options)
     assert [record["name"] for record in meta.inputs] == ["day_0", "day_1"]
 
@@ -398,7 +406,7 @@ def test_blocks_of_an_earlier_run_are_used_but_not_those_of_other_options(raw, t
     options = Options(bad_rows="skip", min_count=2)
     meta = quiet(raw, out, options, overwrite=True, block_bytes=BLOCK)
     good = bad[:350] + bad[351:]
-    check_against_plain_python(good, split_rows(("days",), [399]), out, options)
+    check_against_plain_python(good, split_rows(Options(), [399]), out, options)
     assert meta.options["min_count"] == 2
 
 
@@ -413,7 +421,7 @@ def test_a_restart_reads_an_input_again_that_changed_but_not_in_size(raw, tmp_pa
         row[0] = str(1 - int(row[0]))
     assert write_criteo(raw, rows).stat().st_size == size
     quiet(raw, tmp_path / "out", block_bytes=BLOCK)
-    ranges = split_rows(("days",), [ROWS])
+    ranges = split_rows(Options(), [ROWS])
     check_against_plain_python(rows, ranges, tmp_path / "out", Options())
 
 
@@ -552,7 +560,7 @@ def test_the_script(raw, tmp_path):
     assert "rows/s, peak memory" in result.stdout
     assert all(phase in result.stderr for phase in ("read: 100%", "learn: 100%", "write: 100%"))
     options = Options(split=("0.5", "0", "0.5"), cap=30)
-    check_against_plain_python(criteo_rows(ROWS), split_rows(options.split, [ROWS]), out, options)
+    check_against_plain_python(criteo_rows(ROWS), split_rows(options, [ROWS]), out, options)
 
 
 @pytest.mark.parametrize(

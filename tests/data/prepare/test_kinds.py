@@ -13,7 +13,6 @@ from dlrm.data.prepare.column_options import yaml_line
 from dlrm.data.prepare.infer import ColumnsError
 from dlrm.data.prepare.kinds import find_kind
 from dlrm.data.prepare.plan_summary import format_plan
-from dlrm.data.prepare.table import options_as_yaml
 from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, write_rows
 
 
@@ -199,7 +198,7 @@ def test_the_time_of_a_split_is_no_number_out_of_range(tmp_path, column, options
     assert [f.name for f in plan.features if f.column.name == "time"] == features
     assert why in format_plan(plan)
     assert [meta.splits[name].rows for name in ("train", "val", "test")] == [240, 30, 30]
-    same = plan_rows(path, **yaml.safe_load(options_as_yaml(plan)))[1]
+    same = plan_rows(path, **yaml.safe_load(plan.as_yaml()))[1]
     assert [feature.name for feature in same.features] == [f.name for f in plan.features]
 
 

@@ -9,7 +9,6 @@ import pytest
 from dlrm.data.prepare.codes import labels
 from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.plan_summary import format_plan
-from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.utils.documents import read_yaml
 from dlrm.utils.validation import validate
@@ -47,7 +46,7 @@ def test_the_one_other_value_counts_as_0(tmp_path, form):
     assert found == [1, 0, 0] * 20
     assert plan.options.negative == ("no",)
     assert "1: yes, 0: no" in format_plan(plan)
-    again = read_yaml_options(tmp_path, options_as_yaml(plan))
+    again = read_yaml_options(tmp_path, plan.as_yaml())
     assert (again.positive, again.negative) == (("yes",), ("no",))
 
 
@@ -138,7 +137,7 @@ def test_a_missing_label_may_count_as_0(tmp_path, missing):
     found, plan = prepare(path, tmp_path, label="bought != ''")
     assert found == [1, 0, 0] * 20
     assert "1 if != ''" in format_plan(plan)
-    again = read_yaml_options(tmp_path, options_as_yaml(plan))
+    again = read_yaml_options(tmp_path, plan.as_yaml())
     assert prepare(path, tmp_path, label=again.label)[0] == found
     later = Transform.load(tmp_path / "out").read([path])
     assert next(later)[0]["bought"].to_pylist() == found
@@ -200,7 +199,7 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
     assert found == wanted * 20
     assert plan.label == "bought"
     assert f"  1 if {rule[6:].strip()[0]}" in format_plan(plan)
-    again = read_yaml_options(tmp_path, options_as_yaml(plan))
+    again = read_yaml_options(tmp_path, plan.as_yaml())
     assert prepare(path, tmp_path, label=again.label)[0] == found
     later = Transform.load(tmp_path / "out").read([write(tmp_path, ["5", "3", "4"] * 20, form)])
     assert next(later)[0]["bought"].to_pylist() == [wanted[2], *wanted[:2]] * 20

@@ -8,7 +8,6 @@ import yaml
 from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.kinds import find_kind
 from dlrm.data.prepare.plan_summary import format_plan
-from dlrm.data.prepare.table import options_as_yaml
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.values import BadValue, numbers
 from dlrm.utils.validation import validate
@@ -98,7 +97,7 @@ def test_a_european_csv_is_prepared_and_scored(tmp_path):
     # The same by the YAML of --dry-run, and of rows to be scored, one of which says more.
     given = {"columns": {"price": {"kind": "number", "decimal": ","}}, **EVERYTHING}
     again = plan_rows(path, **given)[1]
-    assert options_as_yaml(again) == options_as_yaml(plan)
+    assert again.as_yaml() == plan.as_yaml()
     transform = Transform.load(tmp_path / "out")
     later = table(tmp_path / "later.csv", ["100,5", "7"])
     ((rows, _, _),) = transform.read([later])
@@ -190,5 +189,5 @@ def test_numbers_with_a_symbol(tmp_path, texts, wanted, told):
     plan, found = prepared(tmp_path, path)
     assert told in format_plan(plan)
     assert found[:3] == wanted
-    again = validate(TableOptions, yaml.safe_load(options_as_yaml(plan)))
+    again = validate(TableOptions, yaml.safe_load(plan.as_yaml()))
     assert again.columns["price"].marks == plan.columns[2].options.marks
