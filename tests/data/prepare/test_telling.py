@@ -6,8 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from dlrm.commands import prepare_table
-from dlrm.data.prepare.table import OPTIONS_FILE
 from dlrm.data.prepare.telling import FEW_NUMBERS, telling
+from dlrm.data.prepare.workspace import OPTIONS_FILE
 from dlrm.data.schema import Meta
 
 ROWS, MANY = 3000, 40
