@@ -314,15 +314,10 @@ def bench(result: Result, *, metric: str) -> Rows:
 
 def by_task(result: Result) -> Iterator[Mapping[str, Any]]:
     """Both test metrics on each log, of boosted trees and of each kind: a row for each log."""
-    for log, trees in sorted(result["trees"].items()):
-        own = [r for r in result["results"] if r["log"] == log]
-        cells = {"": log}
-        for metric in ("AUC", "log loss"):
-            cells[f"{metric}, trees"] = f"{trees[metric.lower().replace(' ', '_')]:.4f}"
-            for r in own:
-                name = f"{metric}, `{r['emb']}` {r['budget'] or ''}".strip()
-                cells[name] = spread(r[metric], r[f"{metric} std"])
-        yield cells
+    tables = {metric: bench(result, metric=metric) for metric in ("AUC", "log loss")}
+    for log in sorted(result["trees"]):
+        cells = ((metric, row) for metric, rows in tables.items() for row in rows)
+        yield {"": log} | {f"{metric}, {row[''].strip()}": row[log] for metric, row in cells}
 
 
 def over_days(result: Result) -> Rows:
