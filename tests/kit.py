@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
+from dlrm.data.batch import Batch
 from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
@@ -171,6 +172,20 @@ def open_loader(directory: Path, split: str = "train", **options: Any) -> BatchL
     return BatchLoader(directory, split, shard=shard, **options)
 
 
+def same_batches(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
+    """Whether two runs of batches are equal bit by bit."""
+    tensors = [
+        ([each.cpu() for each in one.tensors], [each.cpu() for each in other.tensors])
+        for one, other in zip(left, right, strict=True)
+        if (one.bounds, one.bag_sizes) == (other.bounds, other.bag_sizes)
+    ]
+    return len(tensors) == len(left) and all(
+        a.dtype == b.dtype and torch.equal(a, b)
+        for one, other in tensors
+        for a, b in zip(one, other, strict=True)
+    )
+
+
 def plan_rows(rows: Any, /, **options: Any) -> tuple[list[RawFile], ColumnPlan]:
     """Open one or several files of raw rows, and find what their columns are."""
     return open_and_plan(rows if isinstance(rows, list) else [rows], options)
@@ -184,6 +199,12 @@ def prepare_rows(
     inputs = rows if isinstance(rows, list) else [rows]
     files, plan = open_and_plan(inputs, options or {}, skip_bad=skip_bad)
     return prepare_table(files, plan, output, progress=False, **given), plan
+
+
+def read_split(directory: Path, split: str) -> pd.DataFrame:
+    """The rows of a split of any number of files."""
+    files = Meta.read(directory).splits[split].files
+    return pd.concat([pd.read_parquet(directory / file) for file in files])
 
 
 def read_splits(directory: Path) -> dict[str, pa.Table]:

@@ -9,7 +9,7 @@ import torch
 
 from dlrm.data.batch import Batch, concatenate, fixed_bags, fixed_offsets
 from dlrm.data.schema import Categorical, Meta
-from tests.kit import combinations, open_loader, write_split
+from tests.kit import combinations, open_loader, same_batches, write_split
 
 ROWS = 700
 SIZES = (3, 1, 5)  # of the bags of H1, C1, H2
@@ -94,15 +94,6 @@ def check(batch, features):
     )
 
 
-def same(left, right):
-    """Whether two runs of batches are equal bit by bit."""
-    for a, b in zip(left, right, strict=True):
-        for name in ("dense", "ids", "labels", "offsets"):
-            one, other = getattr(a, name), getattr(b, name)
-            assert one is other is None or torch.equal(one, other), name
-        assert (a.bounds, a.bag_sizes, a.ids.dtype) == (b.bounds, b.bag_sizes, b.ids.dtype)
-
-
 @combinations(
     slow=pytest.mark.slow, batch_size=[50, 333, ROWS, 1], window=[None, 3, 1], shuffle=[False, True]
 )
@@ -168,13 +159,13 @@ def test_resumes_and_shares_among_ranks(tmp_path, data, window):
     state = json.loads(json.dumps(loader.state_dict()))
     resumed = open_loader(tmp_path, batch_size=90, **options)
     resumed.load_state_dict(state)
-    same(list(resumed), whole[4:])
+    assert same_batches(list(resumed), whole[4:])
     ranks = [
         open_loader(tmp_path, batch_size=30, rank=rank, world_size=3, **options)
         for rank in range(3)
     ]
     shares = [concatenate(parts) for parts in zip(*ranks, strict=True)]
-    same(shares, whole)
+    assert same_batches(shares, whole)
 
 
 def test_a_resident_window_knows_the_lengths_of_every_epoch(tmp_path):
@@ -263,4 +254,4 @@ def test_bags_on_the_gpu(tmp_path, data, options):
             offsets = None if batch.offsets is None else batch.offsets * 1
             tensors = (batch.dense * 1, batch.ids * 1, batch.labels * 1, offsets)
             copies.append(Batch(*tensors, bounds=batch.bounds, bag_sizes=batch.bag_sizes))
-        same([copy.to("cpu", non_blocking=False) for copy in copies], list(host))
+        assert same_batches(copies, list(host))

@@ -21,13 +21,19 @@ def write(directory, ids, bags, *, groups=1):
     return write_split(directory, columns, tables, group=len(ids) // groups)
 
 
+def write_vocabularies(directory, meta, table=None, **form):
+    """Write a vocabulary, or an empty file, for each column; returns the path of the last."""
+    for column in meta.categorical:
+        path = directory / meta.vocabulary_file(column.name)
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(pa.table(table), path, **form) if table else path.touch()
+    return path
+
+
 def vocabulary(directory, table, cardinality=4, **form):
     """Write the vocabulary of one column, or an empty file; returns its path and ``Meta``."""
     meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=cardinality),), splits={})
-    path = directory / meta.vocabulary_file("C1")
-    path.parent.mkdir()
-    parquet.write_table(pa.table(table), path, **form) if table else path.touch()
-    return path, meta
+    return write_vocabularies(directory, meta, table, **form), meta
 
 
 def test_counts_are_those_of_the_vocabularies(tmp_path):
@@ -38,10 +44,7 @@ def test_counts_are_those_of_the_vocabularies(tmp_path):
 
 def test_vocabularies_beside_described_data_are_of_other_ids(tmp_path):
     meta = write(tmp_path, [4, 0, 0], [[0], [], [2, 2]])
-    for column in meta.categorical:
-        path = tmp_path / meta.vocabulary_file(column.name)
-        path.parent.mkdir(exist_ok=True)
-        parquet.write_table(pa.table({"value": ["b"], "id": [0], "count": [9]}), path)
+    write_vocabularies(tmp_path, meta, {"value": ["b"], "id": [0], "count": [9]})
     assert [c.tolist() for c in read_frequencies(tmp_path, meta)] == [[9, 0, 0], [9, 0, 0, 0, 0]]
     described = replace(meta, options={"made_by": DESCRIBED})
     assert [c.tolist() for c in read_frequencies(tmp_path, described)] == [
@@ -69,10 +72,7 @@ def test_of_hashed_ids_those_that_occur_are_counted(tmp_path):
         "few": [2, 0, 2, 2],
     }
     meta = write_split(tmp_path, columns, tables, group=2)
-    for column in meta.categorical:  # as a preparation writes them, without values
-        path = tmp_path / meta.vocabulary_file(column.name)
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
+    write_vocabularies(tmp_path, meta)  # which a preparation writes without values
     found = [sorted(count.tolist()) for count in read_frequencies(tmp_path, meta)]
     assert found == [[1, 2], [1, 3], [0, 1, 3]]
 

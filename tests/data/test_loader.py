@@ -17,7 +17,7 @@ from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
 from dlrm.training.prefetch import Prefetcher
-from tests.kit import open_loader, write_split
+from tests.kit import open_loader, same_batches, write_split
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -53,16 +53,6 @@ def data(tmp_path_factory):
 def rows(batches):
     """The row numbers in ``batches``, in order."""
     return [int(row) for batch in batches for row in batch.dense[0]]
-
-
-def same(left, right):
-    """Whether two runs of batches are equal bit by bit."""
-    return len(left) == len(right) and all(
-        torch.equal(a.dense, b.dense)
-        and torch.equal(a.ids, b.ids)
-        and torch.equal(a.labels, b.labels)
-        for a, b in zip(left, right, strict=True)
-    )
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -176,8 +166,8 @@ def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
     second.load_state_dict(state)
     assert second.state_dict() == state
     second.set_epoch(3)
-    assert same(list(second), rest)
-    assert same(list(second), seen + rest), "the iteration after is a whole epoch again"
+    assert same_batches(list(second), rest)
+    assert same_batches(list(second), seen + rest), "the iteration after is a whole epoch again"
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1000])
@@ -189,7 +179,7 @@ def test_batches_that_a_prefetcher_holds_come_again(data, count):
     plain, ahead = (open_loader(data, batch_size=101, shuffle=True) for _ in range(2))
     batches, prefetcher = list(plain), Holding()
     for index, (prepared, _) in enumerate(zip(prefetcher(ahead), plain, strict=True)):
-        assert same([prepared.batch], [batches[index]])
+        assert same_batches([prepared.batch], [batches[index]])
         state = ahead.state_dict(unused=prefetcher.samples_held)
         assert state == plain.state_dict()
         assert prefetcher.samples_held <= count * 101
@@ -359,6 +349,12 @@ def test_threads_end_with_the_iteration(data):
     assert not readers()
     with pytest.raises(StopIteration):
         next(iteration)
+    before = iter(loader)
+    next(before)
+    assert len(list(loader)) == 100, "a new iteration ends the one before"
+    with pytest.raises(StopIteration):
+        next(before)
+    assert not readers()
 
 
 @pytest.mark.parametrize("window", [20, 3])
@@ -381,14 +377,14 @@ def test_the_next_epoch_is_read_during_the_last_batches(data, monkeypatch, windo
     loader = open_loader(data, readers=2, epochs=4, **options)
     for epoch in range(4):
         loader.set_epoch(epoch)
-        assert same(list(loader), expected[epoch])
+        assert same_batches(list(loader), expected[epoch])
         assert bool(readers()) is (epoch < 3)
     assert len(reads) == (16 if window == 20 else 4 * 16)
 
     # What was read ahead is of no use to another epoch, to the same one, or once it is closed.
     for epoch in (0, 2, 2, 4):
         loader.set_epoch(epoch)
-        assert same(list(loader), expected[epoch])
+        assert same_batches(list(loader), expected[epoch])
     loader.set_epoch(0)
     list(loader)
     state = loader.state_dict()
@@ -397,7 +393,7 @@ def test_the_next_epoch_is_read_during_the_last_batches(data, monkeypatch, windo
     loader.load_state_dict(state)
     assert not list(loader)
     loader.set_epoch(1)
-    assert same(list(loader), expected[1])
+    assert same_batches(list(loader), expected[1])
     loader.close()
 
 
@@ -420,16 +416,6 @@ def test_an_error_in_the_next_epoch_is_raised_there(data, monkeypatch):
     loader.set_epoch(1)
     with pytest.raises(ValueError, match="damaged"):
         list(loader)
-    assert not readers()
-
-
-def test_new_iteration_ends_the_one_before(data):
-    loader = open_loader(data, batch_size=10)
-    before = iter(loader)
-    next(before)
-    assert len(list(loader)) == 100, "a new iteration ends the one before"
-    with pytest.raises(StopIteration):
-        next(before)
     assert not readers()
 
 
@@ -546,28 +532,29 @@ def test_a_file_that_is_replaced_between_epochs(tmp_path):
     loader = open_loader(tmp_path, batch_size=100)
     first, path = list(loader), tmp_path / "train_1.parquet"
     path.write_bytes(path.read_bytes())
-    assert same(first, list(loader))
+    assert same_batches(first, list(loader))
     write(tmp_path, columns(seed=1))
     with pytest.raises(ValueError, match=r"train_.\.parquet was replaced while it was in use, so"):
         list(loader)
 
 
-def test_other_number_of_rows_than_described(tmp_path):
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("train", r"'train' has 1000 rows in its files, .*json says 999"),
+        ("val", r"split 'val' of .*meta.json is empty"),
+        ("trian", r"no split 'trian', did you mean 'train'\? valid: train, val"),
+    ],
+)
+def test_other_number_of_rows_than_described(tmp_path, split, message):
     meta = write(tmp_path, columns())
-    split = dataclasses.replace(meta.splits["train"], rows=999)
-    dataclasses.replace(meta, splits={"train": split}).write(tmp_path)
-    with pytest.raises(ValueError, match=r"'train' has 1000 rows in its files, .*json says 999"):
-        open_loader(tmp_path, batch_size=10)
-
-
-def test_unknown_and_empty_split(tmp_path):
-    meta = write(tmp_path, columns())
-    splits = {**meta.splits, "val": Split(files=(), rows=0, positives=0)}
+    splits = {
+        "train": dataclasses.replace(meta.splits["train"], rows=999),
+        "val": Split(files=(), rows=0, positives=0),
+    }
     dataclasses.replace(meta, splits=splits).write(tmp_path)
-    known = r"no split 'trian', did you mean 'train'\? valid: train, val"
-    for split, message in ("trian", known), ("val", r"split 'val' of .*meta.json is empty"):
-        with pytest.raises(ValueError, match=message):
-            open_loader(tmp_path, split, batch_size=10)
+    with pytest.raises(ValueError, match=message):
+        open_loader(tmp_path, split, batch_size=10)
 
 
 @pytest.mark.parametrize(
@@ -639,7 +626,7 @@ def test_a_position_inside_of_a_run(data):
     assert state["position"] == 28
     again.load_state_dict(state)
     rest = list(again)
-    assert same([begun[4], *batches], rest)
+    assert same_batches([begun[4], *batches], rest)
 
 
 @pytest.mark.gpu

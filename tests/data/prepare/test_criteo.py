@@ -7,8 +7,6 @@ import math
 import multiprocessing
 import resource
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,7 +24,7 @@ from dlrm.data.prepare.splitting import split_by_days, split_by_shares
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, HASHED, SPLITS, Meta
-from tests.kit import contents, criteo_rows, read_splits, write_criteo
+from tests.kit import contents, corrupt, criteo_rows, read_splits, write_criteo
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "data"
@@ -251,15 +249,13 @@ def test_columns_and_meta(shared):
 def test_a_flipped_bit_in_the_results_is_found(shared, tmp_path):
     shutil.copytree(shared / "whole", tmp_path, dirs_exist_ok=True)
     path = tmp_path / "train.parquet"
-    whole, group = path.read_bytes(), pq.read_metadata(path).row_group(0)
-    for index in range(group.num_columns):
-        column = group.column(index)
+    group = pq.read_metadata(path).row_group(0)
+    for column in map(group.column, range(group.num_columns)):
         start = column.dictionary_page_offset or column.data_page_offset
-        damaged = bytearray(whole)
-        damaged[start + column.total_compressed_size - 1] ^= 1
-        path.write_bytes(damaged)
+        corrupt(path, last := start + column.total_compressed_size - 1)
         with pytest.raises(ValueError, match=f"column '{column.path_in_schema}' cannot be read"):
             list(BatchLoader(tmp_path, "train", batch_size=100))
+        corrupt(path, last)  # as it was
 
 
 def test_row_groups_are_of_one_size(raw, tmp_path, monkeypatch):
@@ -533,57 +529,31 @@ def test_wrong_options(options, message):
         Options(**options)
 
 
-def test_wrong_paths(raw, tmp_path):
+@pytest.mark.parametrize(
+    ("inputs", "output", "message"),
+    [
+        (["train.txt", "link.txt"], "out", ".txt is given more than once"),
+        (["train.txt"], "train.txt", "train.txt is not a directory; give another --output"),
+        (["train.txt"], "train.txt/out", "train.txt/out is not a directory"),
+        (["no-such-file"], "out", "no-such-file: no such file"),
+    ],
+)
+def test_wrong_paths(raw, tmp_path, run, inputs, output, message):
     (tmp_path / "link.txt").symlink_to(raw)
-    with pytest.raises(ValueError, match=r"\.txt is given more than once"):
-        quiet([raw, tmp_path / "link.txt"], tmp_path / "out")
-    with pytest.raises(ValueError, match=r"train.txt is not a directory; give another --output"):
-        quiet(raw, raw)
-    with pytest.raises(ValueError, match=r"train.txt/out is not a directory"):
-        quiet(raw, raw / "out")
+    paths = [tmp_path / name for name in inputs]
+    error = run("prepare_criteo", *paths, "--output", tmp_path / output, status=2).stderr
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.txt", "train.txt"]
 
 
-def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "prepare_criteo.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_script(raw, tmp_path):
-    out = tmp_path / "out"
-    result = run_script(raw, "--output", out, "--split", "0.5", "0", "0.5", "--cap", 30)
-    assert result.returncode == 0, result.stderr
+def test_the_program(raw, tmp_path, run):
+    out, options = tmp_path / "out", Options(split=("0.5", "0", "0.5"), cap=30)
+    result = run("prepare_criteo", raw, "--output", out, "--split", *options.split, "--cap", 30)
     assert f"train {ROWS // 2:>13,} rows" in result.stdout
     assert "rows/s, peak memory" in result.stdout
     assert all(phase in result.stderr for phase in ("read: 100%", "learn: 100%", "write: 100%"))
-    options = Options(split=("0.5", "0", "0.5"), cap=30)
     check_against_plain_python(criteo_rows(ROWS), split_rows(options, [ROWS]), out, options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["raw", "--output", "out", "--min-cuont", "2"], "unknown option --min-cuont, did you"),
-        (["raw"], "required: --output"),
-        (["raw", "--output", "out", "--vocabulary", "some"], "invalid choice: 'some'"),
-        (["no-such-file", "--output", "out"], "no-such-file: no such file"),
-    ],
-)
-def test_errors_of_the_script_are_one_line(
-    arguments, message, script, capsys, tmp_path, monkeypatch
-):
-    program = script("prepare_criteo")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        sys.exit(program.main(arguments))
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_columns_without_a_number_are_noted(run, tmp_path):

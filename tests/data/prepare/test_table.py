@@ -1,8 +1,6 @@
 """A table prepared as a whole: against plain Python, other formats and errors."""
 
-import csv
 import gzip
-import json
 import math
 import random
 from collections import Counter
@@ -44,12 +42,9 @@ def table_rows(count=400, seed=0):
     ]
 
 
-def write_csv(path, rows, **options):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n", **options)
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
+def write(path, rows, delimiter=","):
+    """Write rows to a file of the format of its name."""
+    return write_rows(path, {name: [row[name] for row in rows] for name in rows[0]}, delimiter)
 
 
 OPTIONS = {
@@ -74,7 +69,7 @@ def expected_ids(values, training):
 def prepared(tmp_path_factory):
     directory = tmp_path_factory.mktemp("table")
     rows = table_rows()
-    write_csv(directory / "rows.csv", rows)
+    write(directory / "rows.csv", rows)
     meta = prepare(directory / "rows.csv", directory / "out", block_bytes=BLOCK)
     return directory, rows, meta
 
@@ -131,7 +126,7 @@ def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
     new = [{**row, "city": "unseen", "price": ""} for row in rows[:5]]
     for row in new:
         del row["clicked"], row["key"]
-    path = write_csv(tmp_path / "new.csv", new)
+    path = write(tmp_path / "new.csv", new)
     ((scored, *_),) = transform.read([path])
     assert "clicked" not in scored.schema.names
     assert set(scored["city"].to_pylist()) == {transform.vocabularies["city"].oov_id}
@@ -139,7 +134,7 @@ def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
     assert scored["user_id"].to_pylist() == table["user_id"][:5].to_pylist()
     del new[3]["city"]
     path = tmp_path / "less.csv"
-    write_csv(path, [{k: v for k, v in row.items() if k != "city"} for row in new])
+    write(path, [{k: v for k, v in row.items() if k != "city"} for row in new])
     with pytest.raises(ValueError, match=r"less.csv has no column 'city'"):
         list(transform.read([path]))
 
@@ -158,30 +153,22 @@ def typed(rows):
     ]
 
 
-@pytest.mark.parametrize("form", ["json", "parquet", "tsv.gz", "globs"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "tsv", "csv"])
 def test_every_format_gives_the_same(prepared, tmp_path, form):
     directory, rows, _ = prepared
     where = tmp_path / "in"
     (where / "deep").mkdir(parents=True)
-    halves = {"b": rows[200:], "a": rows[:200]}
-    inputs = [where]
-    for name, half in halves.items():
-        if form == "json":
-            lines = "".join(json.dumps(row) + "\n" for row in typed(half))
-            (where / f"{name}.jsonl").write_text(lines)
-        elif form == "parquet":
-            pq.write_table(pa.Table.from_pylist(typed(half)), where / f"{name}.parquet")
-        elif form == "tsv.gz":
-            plain = write_csv(where / f"{name}.tsv", half, delimiter="\t")
-            plain.with_suffix(".tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
-            plain.unlink()
-        else:
-            reordered = [dict(reversed(row.items())) for row in half]
-            write_csv(where / "deep" / f"{name}.csv", reordered if name == "b" else half)
-            inputs = [f"{where}/**/*.csv"]
-    if form != "globs":
-        (where / "_left.csv").write_text("alone")
-    prepare(inputs if form == "globs" else [where], tmp_path / "out", block_bytes=BLOCK)
+    for name, half in {"b": rows[200:], "a": rows[:200]}.items():
+        half = typed(half) if form in ("jsonl", "parquet") else half
+        if name == "b":  # columns may be in another order
+            half = [dict(reversed(row.items())) for row in half]
+        path = write(where / "deep" / f"{name}.{form}", half, "\t" if form == "tsv" else ",")
+        if form == "tsv":
+            path.with_suffix(".tsv.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    (where / "_left.csv").write_text("alone")
+    inputs = f"{where}/**/[ab].csv" if form == "csv" else where
+    prepare(inputs, tmp_path / "out", block_bytes=BLOCK)
     for split, table in read_splits(directory / "out").items():
         found = read_splits(tmp_path / "out")[split]
         assert found.schema.names == table.schema.names
@@ -218,9 +205,20 @@ def test_folders_are_columns_and_numbers_in_names_are_in_order(tmp_path, capfd):
     [(scored, *_)] = Transform.load(tmp_path / "out").read([rows / "9"])
     assert scored["day"].to_pylist() == [ids["id"][ids["value"].index("3")]] * 120
 
-    texts = write_csv(rows / "9" / "day=3" / "rows.csv", [{"label": 0, "city": "x"}])
+    texts = write(rows / "9" / "day=3" / "rows.csv", [{"label": 0, "city": "x"}])
     open_and_plan([texts], {})
     assert "no column is made of day" in capfd.readouterr().err
+
+
+def test_files_may_be_days(tmp_path):
+    """Those before the last are for training; of the last, one half is for test."""
+    for day, rows in enumerate((90, 60, 41)):
+        columns = {"label": [*[0, 1] * 45][:rows], "day": [f"d{day}"] * rows}
+        write_rows(tmp_path / f"day_{day}.csv", columns)
+    meta = prepare([tmp_path], tmp_path / "out", {"split": {"by": "days"}})
+    assert [meta.splits[split].rows for split in SPLITS] == [150, 20, 21]
+    with pytest.raises(ValueError, match="column is 'day', but by is days; set by: time or by: c"):
+        SplitOptions(by="days", column="day")
 
 
 def test_a_column_without_a_value_in_any_of_several_files(tmp_path):
@@ -235,7 +233,7 @@ def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepare
     directory, _, before = prepared
     rows = [row | {"new": "x"} for row in table_rows(200, seed=1)]
     rows[0] |= {"user_id": "never seen", "price": "1e9"}
-    path = write_csv(tmp_path / "later.csv", rows)
+    path = write(tmp_path / "later.csv", rows)
     meta, left_out = prepare_later(path, tmp_path / "out", directory / "out", block_bytes=BLOCK)
     assert left_out == ["new"]
     assert meta.fingerprint == before.fingerprint
@@ -255,7 +253,7 @@ def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepare
 def test_later_rows_are_split_as_they_are_told(prepared, tmp_path):
     directory, rows, _ = prepared
     parts = [row | {"part": ("train", "test")[i % 2]} for i, row in enumerate(rows)]
-    path, ids_of = write_csv(tmp_path / "later.csv", parts), directory / "out"
+    path, ids_of = write(tmp_path / "later.csv", parts), directory / "out"
     meta, left_out = prepare_later(path, tmp_path / "a", ids_of, {"by": "column", "column": "part"})
     assert [meta.splits[split].rows for split in SPLITS] == [200, 0, 200]
     assert not left_out
@@ -265,7 +263,7 @@ def test_later_rows_are_split_as_they_are_told(prepared, tmp_path):
     with pytest.raises(ValueError, match="by time:part: the earlier preparation has no such col"):
         prepare_later(path, tmp_path / "c", ids_of, by_time | {"column": "part"})
     # In the first result "part" is a split column, which rows of the next day need not have.
-    next_day = write_csv(tmp_path / "next.csv", rows)
+    next_day = write(tmp_path / "next.csv", rows)
     meta, _ = prepare_later(next_day, tmp_path / "d", tmp_path / "a")
     assert meta.splits["test"].rows == 400
 
@@ -274,10 +272,10 @@ def test_later_rows_that_do_not_fit_are_refused(prepared, tmp_path):
     directory, rows, _ = prepared
     ids_of = directory / "out"
     less = [{k: v for k, v in row.items() if k != "city"} for row in rows]
-    path = write_csv(tmp_path / "less.csv", less)
+    path = write(tmp_path / "less.csv", less)
     with pytest.raises(ValueError, match=r"less\.csv has no column 'city', which the earlier prep"):
         prepare_later(path, tmp_path / "out", ids_of)
-    path = write_csv(tmp_path / "rows.csv", rows)
+    path = write(tmp_path / "rows.csv", rows)
     with pytest.raises(ValueError, match="is also the output"):
         prepare_later(path, ids_of, ids_of)
     prepare_later(path, tmp_path / "out", ids_of)
@@ -321,7 +319,7 @@ def test_columns_with_one_vocabulary_have_ids_of_the_same_values(tmp_path, cap, 
         }
         for _ in range(500)
     ]
-    table = write_csv(tmp_path / "rows.csv", rows)
+    table = write(tmp_path / "rows.csv", rows)
     columns = {
         "movie": {"kind": "category", "cap": cap},
         "seen": {"kind": "list", "separator": " ", "vocabulary": "movie", "cap": cap},
@@ -359,7 +357,7 @@ def test_columns_with_one_vocabulary_have_ids_of_the_same_values(tmp_path, cap, 
 )
 def test_a_vocabulary_that_a_column_cannot_have(tmp_path, seen, message):
     rows = [{"label": i % 2, "movie": i, "seen": "1 2", "price": i / 7} for i in range(20)]
-    table = write_csv(tmp_path / "rows.csv", rows)
+    table = write(tmp_path / "rows.csv", rows)
     columns = {"movie": "category", "seen": {"kind": "list", "separator": " "} | seen}
     with pytest.raises(ValueError, match=message):
         prepare(table, tmp_path / "out", {"columns": columns | {"price": "number"}})

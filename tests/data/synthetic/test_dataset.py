@@ -16,13 +16,9 @@ from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALIT
 from dlrm.data.synthetic import dataset
 from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.multi_hot import GROUP_ROWS
-from tests.kit import contents, corrupt, read_criteo
+from tests.kit import contents, corrupt, read_criteo, read_split
 
 KAGGLE = profiles()["kaggle"]
-
-
-def read(directory, meta, split):
-    return pd.concat([pd.read_parquet(directory / file) for file in meta.splits[split].files])
 
 
 def test_layout_of_parquet(demo):
@@ -36,7 +32,7 @@ def test_layout_of_parquet(demo):
         "test": 30_000,
     }
     for name, split in meta.splits.items():
-        table = read(demo, meta, name)
+        table = read_split(demo, name)
         assert list(table) == ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL]
         assert table["label"].dtype == np.uint8
         assert set(table.dtypes[list(CRITEO_DENSE)]) == {np.dtype(np.float32)}
@@ -52,7 +48,7 @@ def test_layout_of_parquet(demo):
 
 
 def test_ids_come_in_order_of_falling_frequency(demo):
-    table = read(demo, Meta.read(demo), "train")
+    table = read_split(demo, "train")
     for name in CRITEO_CATEGORICAL:
         counts = np.bincount(table[name])
         common = counts[counts > 400]
@@ -94,8 +90,8 @@ def test_several_files_per_split(tmp_path, monkeypatch):
     meta = synthetic.write(tmp_path / "d", rows=rows, **given)
     assert torch.get_num_threads() == threads
     assert meta.splits["train"].files == tuple(f"train-0000{k}.parquet" for k in range(3))
-    assert len(read(tmp_path / "d", meta, "train")) == rows
-    assert meta.splits["val"].rows == len(read(tmp_path / "d", meta, "val")) == 0
+    assert len(read_split(tmp_path / "d", "train")) == rows
+    assert meta.splits["val"].rows == len(read_split(tmp_path / "d", "val")) == 0
     assert meta.planted["val"] == {}
 
 
@@ -158,7 +154,7 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
     assert sorted(contents(tmp_path / "tsv")) == ["synthetic.json", "train.txt"]
     assert json.loads((tmp_path / "tsv/synthetic.json").read_text())["planted"] == meta.planted
     raw = read_criteo(tmp_path / "tsv/train.txt")
-    made = pd.concat(read(tmp_path / "parquet", meta, s) for s in ("train", "val", "test"))
+    made = pd.concat(read_split(tmp_path / "parquet", s) for s in ("train", "val", "test"))
     assert np.array_equal(raw["label"], made["label"])
     for name in CRITEO_DENSE:
         transformed = np.log1p(raw[name].fillna(0).clip(lower=0))

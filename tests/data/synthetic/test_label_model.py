@@ -1,7 +1,6 @@
 """The label model: how hard the labels are, and what a model can learn."""
 
 import numpy as np
-import pandas as pd
 import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
@@ -9,12 +8,9 @@ from sklearn.metrics import log_loss, roc_auc_score
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
 from dlrm.data.synthetic.distributions import profiles
 from dlrm.data.synthetic.label_model import FREQUENT, best_metrics
+from tests.kit import read_split
 
 KAGGLE = profiles()["kaggle"]
-
-
-def read(directory, meta, split):
-    return pd.concat([pd.read_parquet(directory / file) for file in meta.splits[split].files])
 
 
 def test_best_metrics_are_those_of_the_true_probabilities(kaggle, sample):
@@ -54,7 +50,7 @@ def test_difficulty_is_by_option(auc, positives, generator):
 def test_truth_is_learnable(demo):
     """A linear model on dense features and frequent ids gets well above chance, below the best."""
     meta = Meta.read(demo)
-    train, test = (read(demo, meta, split) for split in ("train", "test"))
+    train, test = (read_split(demo, split) for split in ("train", "test"))
     train = train[:20_000]
 
     def features(table):

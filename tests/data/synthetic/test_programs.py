@@ -13,42 +13,30 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 ROOT = Path(__file__).parents[3]
 
 
-def test_program_writes_and_reports(tmp_path, capsys, script):
-    program = script("make_synthetic")
-    status = program.main(["--output", str(tmp_path / "d"), "--rows", "5000", "--cap", "100"])
-    assert status == 0
+def test_program_writes_and_reports(tmp_path, run):
+    told = run("make_synthetic", "--output", tmp_path / "d", "--rows", 5000, "--cap", 100).stdout
     meta = Meta.read(tmp_path / "d")
     assert meta.cardinalities == tuple(min(size, 100) for size in KAGGLE_CARDINALITIES)
     assert meta.splits["train"].rows == 4_000
-    out = capsys.readouterr().out
-    assert "5,000 rows" in out
-    assert f"{meta.planted['test']['auc']:.4f}" in out
+    assert "5,000 rows" in told
+    assert f"{meta.planted['test']['auc']:.4f}" in told
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--row", "5"], "unknown option --row, did you mean '--rows'?"),
         (["--rows", "2M"], "argument --rows: is '2M', it must be a whole number"),
         (["--like", "kagle"], "invalid choice: 'kagle'"),
-        (["--rows", "0"], "argument --rows: is '0', it must be a whole number, 1 or more"),
         (["--cap", "0"], "--cap is 0, it must be at least 1"),
-        (["--format", "csv"], "invalid choice: 'csv'"),
         (["--format", "tsv", "--cardinalities", "5"], "there are 1 cardinalities, but a Criteo"),
         (["--format", "tsv", "--bag-sizes", "2"], "a Criteo TSV file has one id in a column"),
     ],
 )
-def test_program_reports_mistakes_in_one_line(tmp_path, capsys, arguments, message, script):
-    program = script("make_synthetic")
-    try:
-        status = program.main(["--output", str(tmp_path / "d"), *arguments])
-    except SystemExit as stopped:
-        status = stopped.code
-    captured = capsys.readouterr().err
-    assert status == 2
-    assert captured.startswith("error: ")
-    assert message in captured
-    assert captured.count("\n") == 1
+def test_program_reports_mistakes_in_one_line(tmp_path, arguments, message, run):
+    told = run("make_synthetic", "--output", tmp_path / "d", *arguments, status=2).stderr
+    assert told.startswith("error: ")
+    assert message in told
+    assert told.count("\n") == 1
 
 
 @pytest.mark.slow
