@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import starmap
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +32,7 @@ from .kinds import (
     whole_days,
 )
 from .plan_summary import format_plan
-from .telling import FEW_NUMBERS, telling
+from .telling import FEW_NUMBERS, missing_tells, telling
 from .text_formats import CsvPart
 from .values import decoded, is_number, is_text, type_name, without_texts
 
@@ -58,7 +59,7 @@ def plan_columns(
     labels = [_known_labels(sample, given, options) for sample in samples]
 
     # All columns are found before any error, so that they can be printed.
-    columns, useless = [], dict[str, str]()
+    columns, useless, gaps = [], dict[str, str](), list[str]()
     for name in names:
         parts = [
             (without_texts(decoded(sample[name]), options.missing), own)
@@ -68,6 +69,8 @@ def plan_columns(
         own, untyped = given.get(name, ColumnOptions()), files[0].format == "csv"
         try:
             columns.append(_column(name, parts, own, options, untyped=untyped))
+            if columns[-1].kind == "number" != own.kind and any(starmap(missing_tells, parts)):
+                gaps.append(name)
         except NoFeatureError as error:
             useless[name] = str(error)
             found = type_name(parts[0][0].type)
@@ -82,8 +85,10 @@ def plan_columns(
     except ValueError as error:
         told = error.located(files[0].path) if isinstance(error, BadRow) else error
         raise ColumnsError(str(told), plan) from None
-    if not plan.categorical:
-        plan = replace(plan, columns=_bucketed(columns, samples[0], labels[0]))
+    if plan.categorical:
+        plan = _bucketed(plan, gaps[:FEW_NUMBERS], "as which are missing tells of the label")
+    else:
+        plan = _bucketed(plan, _to_bucket(columns, samples[0], labels[0]), "which a model needs")
     if not plan.categorical:
         problem = (
             f"{files[0].path}: no column is a category or list, and a model needs one; set one"
@@ -93,25 +98,30 @@ def plan_columns(
     return replace(plan, options=options)
 
 
-def _bucketed(
-    columns: Sequence[Column], sample: Mapping[str, pa.Array], labels: NDArray[np.uint8] | None
-) -> tuple[Column, ...]:
-    """The columns of a table without ids, with buckets of numbers, or of the first of a vector. Of
-    many numbers, those have them that say most of the label in the first rows."""
-    names = [column.name for column in columns if column.kind == "number"]
-    if len(names) > FEW_NUMBERS:
-        names = (_telling(names, sample, labels) or names)[:FEW_NUMBERS]
-    names = names or [column.name for column in columns if column.kind == "vector"][:1]
-    return tuple(
+def _bucketed(plan: ColumnPlan, names: Sequence[str], why: str) -> ColumnPlan:
+    """The plan with buckets of some columns."""
+    columns = [
         replace(
             column,
-            why=f"{column.why}; buckets are ids, which a model needs",
+            why=f"{column.why}; buckets are ids, {why}",
             options=replace(column.options, bucketed=True),
         )
         if column.name in names
         else column
-        for column in columns
-    )
+        for column in plan.columns
+    ]
+    return replace(plan, columns=tuple(columns))
+
+
+def _to_bucket(
+    columns: Sequence[Column], sample: Mapping[str, pa.Array], labels: NDArray[np.uint8] | None
+) -> list[str]:
+    """The numbers, or the first vector, of a table without ids that get buckets. Of many numbers,
+    these are those that say most of the label in the first rows."""
+    names = [column.name for column in columns if column.kind == "number"]
+    if len(names) > FEW_NUMBERS:
+        names = (_telling(names, sample, labels) or names)[:FEW_NUMBERS]
+    return names or [column.name for column in columns if column.kind == "vector"][:1]
 
 
 def _telling(

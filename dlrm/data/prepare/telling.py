@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 FEW_NUMBERS = 32  # so many do no harm, and are not judged
 RANGES, MERGED = 8, 2  # ranges of a number; so many are one where two numbers are looked at
 ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thousands are tried
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance
+GAPS = 4.0  # standard deviations, of missing values
 MOST_CELLS, MOST_PRODUCTS = 1 << 24, 1 << 33  # of rows and numbers, and of rows and pairs
 MOST_NUMBERS = 2000  # of more, pairs are not looked at
 
@@ -86,3 +89,18 @@ def _pairs(ranges: NDArray[np.uint8], residuals: Floats) -> Floats:
     found: Floats = (squares - alone - alone[:, None] - freedom) / np.sqrt(2 * freedom)
     np.fill_diagonal(found, 0)
     return found
+
+
+def missing_tells(values: pa.Array, labels: NDArray[np.uint8] | None) -> bool:
+    """Whether the share of positives differs between rows with and without a value, beyond chance.
+
+    Args:
+        values: ``[n]`` numbers.
+        labels: ``[n]`` 0 or 1, if they are known.
+    """
+    missing = pc.is_null(values, nan_is_null=True).to_numpy(zero_copy_only=False)
+    if labels is None or not 0 < missing.sum() < len(missing):
+        return False
+    mean, share = labels.mean(), missing.mean()
+    noise = np.sqrt(mean * (1 - mean) / (share * (1 - share) * len(labels)))
+    return bool(abs(labels[missing].mean() - labels[~missing].mean()) > GAPS * noise)
