@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..utils.cpus import cpu_count
 from .parquet import RowGroupReader, Rows
 from .prepare.rates import rate_names
-from .prepare.telling import FEW_NUMBERS, telling
+from .prepare.telling import FEW_NUMBERS, beyond_chance, telling
 from .schema import Meta
 from .threads import map_in_order
 
@@ -128,9 +128,7 @@ class _Column:
         ``left`` is the share of the degrees of freedom that no mean has taken."""
         sums, squares = self.sums(residuals)
         variance = _variance(sums, squares, len(residuals)) / left
-        chi_square = (sums**2 / self.seen.clip(1)).sum() / variance
-        freedom = np.count_nonzero(self.seen) - 1
-        return bool(freedom > 0 and chi_square > freedom + SURE * np.sqrt(2 * freedom))
+        return beyond_chance(self.seen, sums, variance) > SURE
 
 
 def _variance(sums: Floats, squares: Floats, count: int) -> float:

@@ -165,29 +165,27 @@ class Table:
 
     def best_at_price(self, price: float) -> Choice:
         """The rows with the highest utility minus price."""
-        options = []
-        for index, row_format in enumerate(self.formats):
+        keeps = []
+        for row_format in self.formats:
             gains = row_format.quality * self._totals - price * row_format.row_bytes * self._ends
-            keep = self._all_but_one(int(self._ends[gains.argmax()]))
-            gain = self.utility(row_format, keep) - price * self.size(row_format, keep)
-            options.append((gain, index, keep))
-        _, index, keep = max(options)
-        return self.formats[index], keep
+            keeps.append(int(self._ends[gains.argmax()]))
+        return self._best(keeps, price)
 
     def best_within(self, size: int) -> Choice:
         """The rows with the highest utility that fit into ``size`` bytes."""
+        return self._best([row_format.rows_within(size) - 1 for row_format in self.formats], 0.0)
+
+    def _best(self, keeps: Sequence[int], price: float) -> Choice:
+        """The format with the highest utility minus price, if it keeps the rows that are given for
+        it; below 0 it can't be. A single id needs no shared row."""
         options = []
-        for index, row_format in enumerate(self.formats):
-            keep = row_format.rows_within(size) - 1
+        for index, (row_format, keep) in enumerate(zip(self.formats, keeps, strict=True)):
             if keep >= 0:
-                keep = self._all_but_one(keep)
-                options.append((self.utility(row_format, keep), index, keep))
+                keep = self.rows if keep >= self.rows - 1 else keep
+                gain = self.utility(row_format, keep) - price * self.size(row_format, keep)
+                options.append((gain, index, keep))
         _, index, keep = max(options)
         return self.formats[index], keep
-
-    def _all_but_one(self, keep: int) -> int:
-        """A single id needs no shared row."""
-        return self.rows if keep >= self.rows - 1 else keep
 
     def kind_and_options(self, row_format: RowFormat, keep: int) -> tuple[str, dict[str, Any]]:
         """The embedding kind of such a table, and its options."""

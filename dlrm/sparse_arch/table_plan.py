@@ -83,8 +83,8 @@ def make_table_plan(
         trained: whether the tables will be fitted to trained ones, for ``auto``.
 
     Raises:
-        ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
-            without a budget, or a kind that needs ids in another order.
+        ValueError: unknown names, a budget that cannot be met, ``auto`` without a budget, or a kind
+            that needs ids in another order.
     """
     # The plan is that of the features with a table of their own.
     owners = ids.owners or range(len(names))
@@ -102,7 +102,9 @@ def make_table_plan(
     # The tables to compress; all others stay dense.
     if threshold is None:
         threshold = THRESHOLD if budget is None else 0
-    chosen = _select(num_embeddings, threshold, largest)
+    by_size = sorted(range(len(names)), key=lambda table: -num_embeddings[table])
+    large = (table for table in by_size if num_embeddings[table] >= threshold)
+    chosen = sorted(large if largest is None else by_size[:largest])
     plan: TablePlan = []
     for table, name in enumerate(names):
         own = kinds.get(name, kind if table in chosen else "dense")
@@ -120,13 +122,9 @@ def make_table_plan(
         sizes = [num_embeddings[table] for table in chosen]
         by_counts = kind == AUTO or available()[kind].budget_by_counts
         counts = of_chosen(ids.counts()) if ids.counts and by_counts else None
+        effects = of_chosen(ids.effects()) if ids.effects and kind == AUTO else None
         rest = Budget(sizes, embedding_dim, left, counts, dtype, of_chosen(ids.values))
-        if kind == AUTO:
-            effects = of_chosen(ids.effects()) if ids.effects else None
-            narrower = DTYPES[DTYPES.index(dtype) :]  # the planner may choose fewer bits
-            fitted = choose_tables(rest, effects, dtypes=narrower, trained=trained)
-        else:
-            fitted = _fit_options(kind, rest, options.get(kind, {}))
+        fitted = _fit_options(kind, rest, options.get(kind, {}), effects, trained=trained)
         for table, (one, found) in zip(chosen, fitted, strict=True):
             plan[table] = (one, {**plan[table][1], **found} if one == kind else found)
 
@@ -315,16 +313,6 @@ def _check_names(
                     )
 
 
-def _select(num_embeddings: Sequence[int], threshold: int, largest: int | None) -> list[int]:
-    """The tables to compress, in ascending order."""
-    if largest is None:
-        return [table for table, rows in enumerate(num_embeddings) if rows >= threshold]
-    if largest < 0:
-        raise ValueError(f"tables.largest is {largest}, it must not be negative")
-    by_size = sorted(range(len(num_embeddings)), key=lambda table: -num_embeddings[table])
-    return sorted(by_size[:largest])
-
-
 def _left_of(
     budget: str | None,
     chosen: Sequence[int],
@@ -351,8 +339,18 @@ def _left_of(
     return limit - dense if chosen else 0
 
 
-def _fit_options(kind: str, tables: Budget, options: Mapping[str, Any]) -> TablePlan:
+def _fit_options(
+    kind: str,
+    tables: Budget,
+    options: Mapping[str, Any],
+    effects: Sequence[Effects] | None,
+    *,
+    trained: bool,
+) -> TablePlan:
     """The options of tables of a kind: those that the user set, and others that fit a budget."""
+    if kind == AUTO:  # which may choose fewer bits
+        dtypes = DTYPES[DTYPES.index(tables.dtype) :]
+        return choose_tables(tables, effects, dtypes=dtypes, trained=trained)
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters
     fixed = {k: value for k, value in options.items() if value is not None and k in accepted}

@@ -87,7 +87,6 @@ def test_amounts_of_memory():
         ({"kind": "hsh", "budget": "10KB"}, "unknown embedding kind 'hsh', did you mean 'hash'"),
         ({"kinds": {"a": "hsh"}}, "unknown embedding kind 'hsh', did you mean 'hash'"),
         ({"budget": "10KB", "kinds": {"a": "hash"}}, r"tables\.kinds exclude each other: drop one"),
-        ({"largest": -1}, r"tables.largest is -1, it must not be negative"),
         ({"options": {"tt": {"rank": {"z": 4}}}}, r"tt.rank names table 'z'; the data has a, b"),
         (
             {"options": {"tt": {"d": {"b": 2}}}, "budget": "3x"},

@@ -39,8 +39,10 @@ def telling(numbers: Iterable[NDArray[np.floating]], labels: NDArray[np.number])
     """
     ranges = np.array([_ranges(own) for own in numbers])
     residuals = labels - labels.mean(dtype=np.float64)
-    alone = np.array([_beyond_chance(own, residuals) for own in ranges]) / ALONE
-    sure: Floats = alone
+    variance = float(residuals.var()) or 1.0
+    sums = [np.bincount(own, residuals).astype(float) for own in ranges]
+    found = [beyond_chance(np.bincount(o), s, variance) for o, s in zip(ranges, sums, strict=True)]
+    sure = alone = np.array(found) / ALONE
     if len(ranges) <= MOST_NUMBERS:
         # What numbers say alone is taken out, one after the other, before pairs are looked at.
         for own in ranges[alone > 1]:
@@ -60,11 +62,11 @@ def _ranges(values: NDArray[np.floating]) -> NDArray[np.uint8]:
     return np.where(np.isnan(values), RANGES, found).astype(np.uint8)
 
 
-def _beyond_chance(ranges: NDArray[np.uint8], residuals: Floats) -> float:
-    """By how many standard deviations the chi-square of the means of ranges is above its mean."""
-    counts, sums = np.bincount(ranges), np.bincount(ranges, residuals)
+def beyond_chance(counts: NDArray[np.number], sums: Floats, variance: float) -> float:
+    """By how many standard deviations the chi-square of the means of groups is above its mean, from
+    the rows of each, the sums of their residuals, and the variance of all residuals."""
     freedom = max(int(np.count_nonzero(counts)) - 1, 1)
-    chi_square = (sums**2 / counts.clip(1)).sum() / (residuals.var() or 1.0)
+    chi_square = (sums**2 / counts.clip(1)).sum() / variance
     return float((chi_square - freedom) / np.sqrt(2 * freedom))
 
 
