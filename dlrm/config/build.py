@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from dlrm.config.model_spec import ModelSpec
 from dlrm.config.schema import OptimConfig, RunConfig
 from dlrm.data.frequencies import Counts
@@ -29,6 +31,9 @@ RATES = {
 """Default learning rates of the dense part and of the embeddings by rule, good ones for an epoch of
 real rows, where those of SGD are stable with momentum too."""
 
+LARGE = 1 << 26
+"""Numbers in the rows of all ids. To draw so many in host memory takes a quarter of a second."""
+
 
 def build_model(
     config: RunConfig, spec: ModelSpec, meta: Meta, world: World, counts: Counts
@@ -45,8 +50,14 @@ def build_model(
     rule, options = config.optim.embeddings, asdict(config.sharding)
     known = counts if meta.multi_hot and max(meta.cardinalities) < MANY_IDS else None
     sharding = make_sharding_plan(world, meta.tables, spec, known, rule, **options)
-    model = DLRM(**spec, sharding=sharding, dropout=config.model.dropout)
-    return model.to(world.device), sharding
+
+    # The same rows on any device; but large tables are drawn where they will be, unless GPUs of
+    # several kinds would draw others in each process.
+    device, large = world.device, sum(meta.cardinalities) * spec["embedding_dim"] > LARGE
+    kinds = world.from_all(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+    with device if large and len(set(kinds)) == 1 else torch.device("cpu"):
+        model = DLRM(**spec, sharding=sharding, dropout=config.model.dropout)
+    return model.to(device), sharding
 
 
 def weight_odds(config: RunConfig, meta: Meta) -> float:

@@ -19,10 +19,8 @@ from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.drop import KEEP, kept_and_mean
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.kernels.update.packed import clear_rows
+from dlrm.kernels.update.packed import CHUNK, clear_rows
 from dlrm.utils.bags import Bags
-
-CHUNK = 1 << 20  # rows initialized at a time
 
 
 class ShardedDense(ShardedTables):

@@ -129,7 +129,8 @@ class SharedRows(Embedding):
         for table, rows in enumerate(self.num_embeddings):
             bound = scale * initial_bound(rows)
             for _, part in self.rows_to_write(table):
-                nn.init.uniform_(part, -bound, bound)
+                for drawn in part.split(CHUNK):  # as shards do: a GPU draws others all at once
+                    nn.init.uniform_(drawn, -bound, bound)
         self.clear_shared_rows()
 
     def rows_to_write(

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from dlrm.config import build
 from dlrm.config.build import build_model, build_optimizers
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec, note_plan
@@ -64,6 +66,18 @@ def test_a_budget_may_count_the_state_of_the_optimizer(data, kind, rule):
     assert 60_000 < sizes["training"][1] <= 80_000  # a row of two weights has twice the state
     assert 70_000 < sizes["serving"][0] <= 80_000
     assert (sizes["serving"][1] > 80_000) == (rule != "sgd")
+
+
+def test_rows_of_large_tables_are_drawn_where_they_will_be(data, monkeypatch):
+    """Not in host memory, which may have no room for tables of 100 GB."""
+    monkeypatch.setattr(build, "LARGE", 1000)
+    config = parse(["--data", str(data)], available())[0]
+    meta, world, drawn = Meta.read(data), World.from_environment(), set()
+    spec = model_spec(config, meta, IdStatistics(config.data, meta))
+    world.join(torch.device("meta"))
+    monkeypatch.setattr(nn.init, "uniform_", lambda rows, *_: drawn.add(rows.device.type))
+    build_model(config, spec, meta, world, list)
+    assert drawn == {"meta"}
 
 
 @pytest.mark.parametrize(("tables", "interaction"), [(512, "dot"), (513, "dcn")])
