@@ -254,7 +254,7 @@ class BatchLoader:
         if differing:
             raise ValueError(
                 f"the state of the {self.split!r} loader cannot be continued: "
-                f"{'; '.join(differing)}; resume with the same data and options"
+                f"{'; '.join(differing)}; resume with the same data, options and version"
             )
         self.close()
         self.windows = here["windows"] or self.windows
@@ -284,7 +284,7 @@ class BatchLoader:
             "data": hashlib.sha256(content.encode()).hexdigest()[:16],
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-            "shuffle": self.shuffle,
+            "shuffle": "by choice" if self.shuffle else False,
             "seed": self.seed,
             "windows": self.windows if self.shuffle else None,
         }

@@ -191,7 +191,7 @@ class Interleave:
 
     def permutation(self) -> np.ndarray:
         """The rows of the row group in permuted order."""
-        return np.random.default_rng(self.seed).permutation(self.rows)
+        return _permutation(np.random.default_rng(self.seed), self.rows)
 
     def positions(self) -> np.ndarray:
         """The position in the buffer of each of the permuted rows."""
@@ -221,8 +221,14 @@ def interleave(group: ShuffleGroup) -> list[Interleave] | list[None]:
 def _deal(counts: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
     """Deal the numbers 0, 1, ... at random: ``counts[i]`` of them, in rising order, to each i."""
     owners = np.repeat(np.arange(len(counts)), counts)
-    random.shuffle(owners)
+    owners = owners[_permutation(random, len(owners))]
     return np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def _permutation(random: np.random.Generator, size: int) -> np.ndarray:
+    """The numbers below ``size`` in random order; unlike ``Generator.permutation``, without holding
+    the interpreter's lock, for which the threads that launch work on a GPU would wait."""
+    return random.choice(size, size, replace=False)
 
 
 def shuffle_memory(device: torch.device) -> int:

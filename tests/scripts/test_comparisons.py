@@ -118,7 +118,7 @@ def test_tt_rec_from_data_to_table_plot_and_json(
     dense = tmp_path / "runs" / "dense-0"
     trained = json.loads((dense / "result.json").read_text())["metrics"]["test/auc"]
     own = ["--config", "configs/demo.yaml", "--runs", tmp_path / "fitted", "--seeds", "1"]
-    own += ["--kinds", "hash", "block", "--ratios", "5", "--no-timing"]
+    own += ["--kinds", "hash", "block", "--ratios", "9", "--no-timing"]
     own += ["--options", *SMALL, f"init_from={dense}", "max_steps=0"]
     fitted = compare_kinds("frontier", *own)["results"]
     auc = {row["emb"]: row["AUC"] for row in fitted}

@@ -39,7 +39,7 @@ def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
 
 def test_a_model_that_collapsed_to_a_constant_says_so_once(train, tmp_path):
     """A rate so high that no unit of a layer is active any more, on any row."""
-    far = [*ADAM, "--optim.lr", "5", "--optim.warmup_steps", "0", "--patience", "0"]
+    far = [*ADAM, "--optim.lr", "6", "--optim.warmup_steps", "0", "--patience", "0"]
     done = train("run", *far, "--max_steps", "60", "--eval_every", "20")
     assert metrics_of(tmp_path / "run")["test/auc"] == 0.5
     (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
