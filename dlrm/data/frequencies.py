@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dlrm.data.evidence import read_effects
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.prepare.vocabulary import COUNTS, read_vocabulary
+from dlrm.data.prepare.vocabulary import read_vocabulary
 from dlrm.data.schema import DESCRIBED, HASHED, META_FILE, Categorical, Meta
 from dlrm.data.threads import map_in_order
 from dlrm.utils.cpus import cpu_count
@@ -58,7 +58,7 @@ def read_frequencies(directory: str | os.PathLike[str], meta: Meta) -> list[Tens
 
 def _listed(path: Path, column: Categorical) -> Tensor:
     """The counts in a vocabulary."""
-    ids, counts = read_vocabulary(path, COUNTS).columns
+    ids, counts = read_vocabulary(path, ["id", "count"]).columns
     rows = column.cardinality
     first, last = (limit or 0 for limit in pc.min_max(ids).as_py().values())
     if first < 0 or last >= rows:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.prepare.vocabulary import COUNTS, VALUES, read_vocabulary
+from dlrm.data.prepare.vocabulary import read_vocabulary
 from dlrm.data.schema import DESCRIBED, Meta
 from dlrm.utils.messages import did_you_mean
 
@@ -36,7 +36,7 @@ class Groups:
         values = self.values.take(pa.array(groups, pa.int64()))
         if self.vocabulary is None:
             return values.to_pylist()
-        known = read_vocabulary(self.vocabulary, pa.schema([COUNTS.field("id"), *VALUES]))
+        known = read_vocabulary(self.vocabulary, ["id", "value"])
         known = known.filter(pc.is_in(known["id"], values.cast(known["id"].type)))
         texts = dict(zip(*(known[name].to_pylist() for name in ("id", "value")), strict=True))
         return [texts.get(value, value) for value in values.to_pylist()]

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ..schema import Meta
-from .vocabulary import VALUES, read_vocabulary
+from .vocabulary import read_vocabulary
 
 
 def fingerprint(directory: str | os.PathLike[str], tables: Iterable[str], rules: Any) -> str:
@@ -49,7 +49,7 @@ def fingerprint(directory: str | os.PathLike[str], tables: Iterable[str], rules:
 def _values(directory: str | os.PathLike[str], column: str) -> pa.Array:
     """The value of each id of a column; null is that of all others."""
     path = Path(directory) / Meta.vocabulary_file(column)
-    return read_vocabulary(path, VALUES, directory)["value"].combine_chunks()
+    return read_vocabulary(path, ["value"], directory)["value"].combine_chunks()
 
 
 def same_values(

@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-import pyarrow as pa
-
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
 from ..evidence import with_effects
@@ -46,7 +44,7 @@ from .splitting import make_splitter
 from .table_rows import TableRows
 from .text_blocks import BLOCK_BYTES
 from .transform import Transform
-from .vocabulary import COUNTS, read_vocabulary
+from .vocabulary import read_vocabulary
 from .workspace import BAD_ROWS_FILE, OPTIONS_FILE, TRANSFORM_FILE, Workspace
 
 FORMAT = 4  # of the spilled blocks; increment it when a restart cannot reuse older ones
@@ -183,8 +181,8 @@ class Preparation:
         if not meta.has_rows("train") or plan.hashed:  # of which `auto` chooses no size
             return meta
         paths = [directory / Meta.vocabulary_file(name) for name in meta.tables]
-        only = pa.schema([COUNTS.field("count")])  # the row number is the id
-        counts_of_ids = (read_vocabulary(path, only)["count"].to_numpy() for path in paths)
+        # The row number is the id.
+        counts_of_ids = (read_vocabulary(path, ["count"])["count"].to_numpy() for path in paths)
         found = with_effects(directory, meta, counts_of_ids, plan.found_numbers)
         if self.earlier is not None:
             return replace(found, dense=meta.dense)

@@ -63,7 +63,7 @@ class Rates:
             ValueError: it has no positives.
         """
         if vocabulary.positives is None:
-            raise ValueError(f"{path} has no column {POSITIVES.name!r}; prepare the data again")
+            raise ValueError(f"{path} has no column {POSITIVES!r}; prepare the data again")
         counts, positives = vocabulary.counts, vocabulary.positives
         rows = int(counts.sum())
         share = float(np.clip(positives.sum() / max(1, rows), LEAST, 1 - LEAST))

@@ -34,15 +34,15 @@ ZSTD: dict[str, Any] = {
 }
 TEXT = pa.large_string()
 HEX = pa.string()
-UNSEEN = pa.field("unseen", pa.int32())
-"""A further column, if ids were appended: in how many preparations with ``--append-new``, up to the
-last one, no training row had the value."""
-POSITIVES = pa.field("positives", pa.int64())
-"""A further column, if rows get rates: how many of the counted rows have label 1."""
-VALUES = pa.schema([("value", TEXT)])
-"""The column that says which value each id stands for."""
-COUNTS = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
-"""The columns that say how often each id occurred."""
+UNSEEN, POSITIVES = FURTHER = "unseen", "positives"
+"""Columns that a file may have. If ids were appended: in how many preparations with
+``--append-new``, up to the last one, no training row had the value. If rows get rates: how many of
+the counted rows have label 1."""
+KINDS = {
+    "value": TEXT, "id": pa.int64(), "count": pa.int64(), UNSEEN: pa.int32(),
+    POSITIVES: pa.int64(),
+}  # fmt: skip
+"""The columns of a file, as they are read."""
 FEW_IDS = 50_000  # vocabularies up to this size are hashed by each look-up
 
 
@@ -130,15 +130,12 @@ class Vocabulary:
         ``positives``; the row number is the id."""
         ids = np.arange(len(self), dtype=np.int32)
         columns = {"value": self.values, "id": ids, "count": self.counts}
-        table = pa.table(columns, schema=_schema(self.values.type))
-        for column, values in ((UNSEEN, self.unseen), (POSITIVES, self.positives)):
-            if values is not None:
-                table = table.append_column(column, [values])
+        columns |= {UNSEEN: self.unseen, POSITIVES: self.positives}
         with atomic_write(path) as temporary:
             pq.write_table(
-                table,
+                pa.table({name: own for name, own in columns.items() if own is not None}),
                 temporary,
-                use_dictionary=["count", UNSEEN.name, POSITIVES.name],
+                use_dictionary=["count", *FURTHER],
                 column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                 **ZSTD,
             )
@@ -153,9 +150,9 @@ class Vocabulary:
         Raises:
             ValueError: the file is damaged.
         """
-        schema = _schema(HEX if hexadecimal else TEXT)
-        table = read_vocabulary(path, schema, data, further=(UNSEEN, POSITIVES))
-        there = table.schema.names
+        columns = ["value", "id", "count", *FURTHER]
+        table = read_vocabulary(path, columns, data, HEX if hexadecimal else TEXT)
+        there = {name: table[name].to_numpy() for name in FURTHER if name in table.schema.names}
 
         values = table["value"].combine_chunks()
         oov_id = pc.index(values.is_null(), True).as_py()
@@ -163,8 +160,8 @@ class Vocabulary:
             values=values,
             counts=table["count"].to_numpy(),
             oov_id=None if oov_id < 0 else oov_id,
-            unseen=table[UNSEEN.name].to_numpy() if UNSEEN.name in there else None,
-            positives=table[POSITIVES.name].to_numpy() if POSITIVES.name in there else None,
+            unseen=there.get(UNSEEN),
+            positives=there.get(POSITIVES),
         )
 
 
@@ -282,14 +279,11 @@ def texts_of(values: pa.Array, null: int | None = None) -> pa.Array:
     return pa.concat_arrays([texts[:null], pa.nulls(1, texts.type), texts[null:]])
 
 
-def _schema(text: pa.DataType) -> pa.Schema:
-    return pa.schema([("value", text), ("id", pa.int32()), ("count", pa.int64())])
-
-
 def read_vocabulary(
-    path: Path, schema: pa.Schema, data: object = "the data", further: Sequence[pa.Field] = ()
+    path: Path, names: Sequence[str], data: object = "the data", text: pa.DataType = TEXT
 ) -> pa.Table:
-    """Read columns of a vocabulary file, and ``further`` ones that it may have.
+    """Read columns of a vocabulary file: ``value``, a ``text``, and integers; of ``FURTHER`` ones
+    those that it has.
 
     Raises:
         ValueError: the file cannot be read, or has other columns; prepare ``data`` again.
@@ -297,9 +291,11 @@ def read_vocabulary(
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             there = set(file.schema_arrow.names)
-            schema = pa.schema([*schema, *(column for column in further if column.name in there)])
-            table = file.read(columns=schema.names)
-            return whole_table(table, file.metadata.num_rows).cast(schema)
+            names = [name for name in names if name in there or name not in FURTHER]
+            table = whole_table(file.read(columns=names), file.metadata.num_rows)
+            kinds = KINDS | {"value": text}
+            fields = [pa.field(name, kinds[name], nullable=name == "value") for name in names]
+            return table.cast(pa.schema(fields))
     except (pa.ArrowException, ValueError, OSError) as error:
         raise ValueError(
             f"{path} can't be read as a vocabulary ({reason(error)}); prepare {data} again"

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Interval
 
 from dlrm.data.prepare.splitting import split_by_days, split_by_shares
 from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta
@@ -28,6 +29,7 @@ from dlrm.data.synthetic.writers import Job, Progress, Writer, write_parquet
 from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
+from dlrm.utils.validation import Whole, validate
 
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
 MAX_CARDINALITY = 1 << 27  # the limit of the fixed-point numbers in the quantile tables
@@ -42,7 +44,7 @@ class Recipe:
         ValueError: an option is out of range.
     """
 
-    rows: int = DEMO_ROWS
+    rows: Annotated[Whole, Ge(1)] = DEMO_ROWS
     """Of all splits together."""
     like: str = "kaggle"
     """Profile of the distributions of the columns, ``kaggle`` or ``terabyte``."""
@@ -55,40 +57,30 @@ class Recipe:
     fractions: Sequence[float] | None = None
     """Shares of train, val and test; by default the reference protocol, see
     :func:`~dlrm.data.prepare.splitting.split_by_days`."""
-    seed: int = 0
+    seed: Annotated[Whole, Interval(ge=0, lt=2**63)] = 0
     """Of everything random."""
-    auc: float = 0.80
+    auc: Annotated[float, Interval(ge=0.5, lt=1)] = 0.80
     """Expected AUC of the label model, the best that any model can reach."""
-    positives: float = 0.256
+    positives: Annotated[float, Interval(gt=0, lt=1)] = 0.256
     """Expected share of label 1."""
-    drift: float = 0.0
+    drift: Annotated[float, Interval(ge=0, le=MAX_DRIFT)] = 0.0
     """How much the effects of ids change from the first row to the last. It is the standard
     deviation of the change to either side of the middle, divided by that of the effects."""
     device: str | None = None
     """Generates the rows, ``cpu`` or ``cuda``; by default a GPU if available."""
-    threads: int = field(default_factory=cpu_count)
+    threads: Annotated[Whole, Ge(1)] = field(default_factory=cpu_count)
     """Files written at a time; by default one per core."""
 
     def __post_init__(self) -> None:
         kind = (self.device or "cpu").partition(":")[0]
         shares = list(DEMO_FRACTIONS if self.fractions is None else self.fractions)
-        split = "the shares of train, val and test, which are not negative and add up to 1, such as"
-
-        # Whether the value of each is valid, and what it must be.
-        sums_up = len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
-        rules = {
-            "rows": (self.rows >= 1, "at least 1"),
-            "seed": (0 <= self.seed < 2**63, "at least 0 and below 2**63"),
-            "auc": (0.5 <= self.auc < 1, "at least 0.5 and below 1"),
-            "positives": (0 < self.positives < 1, "between 0 and 1"),
-            "drift": (0 <= self.drift <= MAX_DRIFT, f"0 to {MAX_DRIFT}"),
-            "threads": (self.threads >= 1, "at least 1"),
-            "device": (kind in ("cpu", "cuda"), "cpu or cuda"),
-            "fractions": (sums_up, f"{split} 0.8 0.1 0.1"),
-        }
-        for name, (valid, rule) in rules.items():
-            if not valid:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, it must be {rule}")
+        if not (len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6):
+            raise ValueError(
+                f"fractions is {self.fractions!r}, it must be the shares of train, val and test, "
+                "which are not negative and add up to 1, such as 0.8 0.1 0.1"
+            )
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}, it must be cpu or cuda")
         if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}, but there is no CUDA GPU; use cpu")
 
@@ -134,7 +126,7 @@ def write(
         ValueError: an option is out of range, or ``directory`` is not empty.
     """
     # The columns.
-    made = Recipe(**recipe)
+    made = validate(Recipe, recipe)
     profile = _profile(made.like)
     categorical = _columns(profile, made.cardinalities)
     tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)

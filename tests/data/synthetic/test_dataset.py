@@ -177,7 +177,7 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
         ({"rows": 0}, "rows is 0, it must be at least 1"),
         ({"like": "kagle"}, "did you mean 'kaggle'"),
         ({"auc": 1.0}, "auc is 1.0"),
-        ({"positives": 0}, "positives is 0, it must be between 0 and 1"),
+        ({"positives": 0}, "positives is 0, it must be greater than 0"),
         ({"fractions": (float("nan"), 0.5, 0.5)}, "fractions is .* add up to 1"),
         ({"seed": -1}, "seed is -1, it must be at least 0"),
         ({"fractions": (0.5, 0.6)}, "fractions is .* add up to 1"),
