@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -134,25 +133,29 @@ class Learner:
             return {} if known else self._learn_number(feature)
 
         # Hashes need no vocabulary; an empty one keeps the files of all directories alike.
-        vocabulary = self.work / Meta.vocabulary_file(feature.name)
+        file = Meta.vocabulary_file(feature.name)
         learned: dict[str, object] = {}
-        if self.transform.plan.hashed and not feature.bucketed:
-            none = Vocabulary(values=pa.array([], TEXT), counts=np.zeros(0, np.int64), oov_id=None)
-            none.write(vocabulary)
-            described = _describe(feature, none, HASHED)
+        hashed = self.transform.plan.hashed and not feature.bucketed
+        if hashed:
+            made = Vocabulary(values=pa.array([], TEXT), counts=np.zeros(0, np.int64), oov_id=None)
         elif not feature.bucketed:
-            described, learned["empty"] = self._learn_values(index, feature, vocabulary)
+            made, learned["empty"] = self._learn_values(index, feature)
 
         # Buckets, which are those of the earlier data if there is any.
         elif self.earlier is None:
             made, learned["edges"] = self._learn_buckets(feature)
             learned["empty"] = not _has_value(made.values, made.counts)
-            made.write(vocabulary)
-            described = _describe(feature, made)
         else:
-            source = self.earlier.directory / Meta.vocabulary_file(feature.name)
-            shutil.copyfile(source, vocabulary)
-            described = _describe(feature, Vocabulary.read(vocabulary))
+            made = Vocabulary.read(self.earlier.directory / file)
+
+        made.write(self.work / file)
+        described = Categorical(
+            name=feature.name,
+            cardinality=HASHED if hashed else len(made),
+            multi_hot=feature.multi_hot,
+            oov_id=made.oov_id,
+            vocabulary=feature.column.options.vocabulary,
+        )
         return learned | {"categorical": asdict(described)}
 
     def _learn_number(self, feature: Feature) -> dict[str, object]:
@@ -201,11 +204,9 @@ class Learner:
                 values = np.maximum(self.transform.newest[feature.name] - values, 0)
             yield values[self.splitter.training(block)]
 
-    def _learn_values(
-        self, index: int, feature: Feature, vocabulary: Path
-    ) -> tuple[Categorical, bool]:
-        """Give ids to the values of a category or list. Returns the column, and whether no row that
-        is counted has a value."""
+    def _learn_values(self, index: int, feature: Feature) -> tuple[Vocabulary, bool]:
+        """Give ids to the values of a category or list, and to the entries of each block. Returns
+        also whether no row that is counted has a value."""
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
 
@@ -228,7 +229,6 @@ class Learner:
             made = make_vocabulary(values, counts, min_count=min_count, most=most, oov=oov)
         else:
             made = self._earlier_ids(feature, values, counts)
-        made.write(vocabulary)
         del values, counts  # up to hundreds of millions of values in Terabyte
 
         with atomic_write(self.work / "ids" / str(index)) as path, path.open("wb") as file:
@@ -237,18 +237,18 @@ class Learner:
                 # Not with tofile, which silently drops the last bytes if the disk is full.
                 file.write(made.ids(entries, feature.name).data)
         if feature.name in plan.rated:
-            self._count_positives(index, feature, vocabulary)
-        return _describe(feature, made), empty and self.earlier is None
+            made = self._with_positives(index, feature, made)
+        return made, empty and self.earlier is None
 
-    def _count_positives(self, index: int, feature: Feature, vocabulary: Path) -> None:
+    def _with_positives(self, index: int, feature: Feature, made: Vocabulary) -> Vocabulary:
         """Add the positives of each id to a vocabulary. Keep the counts before these rows, or those
         for each half of them with the other half."""
-        made = Vocabulary.read(vocabulary)
         size, parts = len(made), 1 if self.splitter.in_order else 2
-        counts, positives = np.zeros((2, parts * size), np.int64)
+        own = np.zeros((2, parts * size), np.int64)  # rows and positives of each id
         before = np.zeros(size, np.int64)
         if self.earlier is not None:
-            before = Rates.of(made, vocabulary).positives
+            file = self.earlier.directory / Meta.vocabulary_file(feature.name)
+            before = Rates.of(made, file).positives
 
         if self.learns:
             for block, ids in zip(self.blocks, self.ids_of_entries(index, feature), strict=True):
@@ -256,16 +256,17 @@ class Learner:
                 own_ids = ids[block.column(feature.name).indices.to_numpy()[rows]]
                 if (halves := self.splitter.halves(block)) is not None:
                     own_ids = own_ids.astype(np.int64) + size * halves[rows]
-                np.add.at(counts, own_ids, 1)
+                np.add.at(own[0], own_ids, 1)
                 labels = block.column(self.transform.plan.label).to_numpy()
-                np.add.at(positives, own_ids, labels[rows])
+                np.add.at(own[1], own_ids, labels[rows])
 
-        counts, positives = counts.reshape(parts, size), positives.reshape(parts, size)
-        replace(made, positives=before + positives.sum(axis=0)).write(vocabulary)
-        known = np.stack([made.counts - counts.sum(axis=0), before])[:, None]
+        by_half = own.reshape(2, parts, size)
+        counts, positives = by_half.sum(axis=1)
+        known = np.stack([made.counts - counts, before])[:, None]
         if parts == 2:
-            known = known + np.stack([counts[::-1], positives[::-1]])
+            known = known + by_half[:, ::-1]
         np.save(self.work / "ids" / f"{index}.npy", known.reshape(2, -1))
+        return replace(made, positives=before + positives)
 
     @property
     def learns(self) -> bool:
@@ -353,18 +354,6 @@ class Learner:
                 chunk, size = [], 0
         if chunk:
             yield chunk
-
-
-def _describe(
-    feature: Feature, vocabulary: Vocabulary, cardinality: int | None = None
-) -> Categorical:
-    return Categorical(
-        name=feature.name,
-        cardinality=cardinality or len(vocabulary),
-        multi_hot=feature.multi_hot,
-        oov_id=vocabulary.oov_id,
-        vocabulary=feature.column.options.vocabulary,
-    )
 
 
 def _has_value(values: pa.Array, counts: NDArray[np.int64]) -> bool:
