@@ -16,6 +16,7 @@ from dlrm.data.schema import Meta
 from dlrm.utils.messages import listing, print_error
 from dlrm.utils.name_order import in_order_of_numbers
 from dlrm.utils.program import Parser, exit_status, path_arg
+from dlrm.utils.validation import validate
 
 EPILOG = """\
 Input: tab-separated lines of label, I1..I13 (numbers, may be empty) and C1..C26 (up to 8 hex
@@ -63,7 +64,7 @@ def _prepare(
         )
 
     ids_of = given["ids_of"] and str(given["ids_of"])
-    options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
+    options = validate(Options, given | {"ids_of": ids_of})
     meta = prepare(inputs, output, options, overwrite=overwrite, workers=workers)
 
     _note_constant(output, meta)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Unpack
 
 from dlrm.data.prepare.bad_rows import BadRowsRule
-from dlrm.data.prepare.column_options import SplitOptions
+from dlrm.data.prepare.column_options import Positive, SplitOptions
 from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
 from dlrm.data.prepare.files import without_empty
 from dlrm.data.prepare.infer import read_types
@@ -19,12 +19,11 @@ from dlrm.data.prepare.pipeline import Preparation, RunOptions
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import Meta
-from dlrm.utils.messages import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that determine the results."""
+    """Options that determine the results, to be made by :func:`dlrm.utils.validation.validate`."""
 
     split: tuple[str, ...] = ("days",)
     """``("days",)``, or the shares of train, val and test in row order, as decimals."""
@@ -32,12 +31,12 @@ class Options:
     """Positions in a vocabulary, or the hexadecimal values themselves, for ``--emb dynamic``."""
     vocabulary: Literal["train", "all"] = "train"
     """The rows whose values get their own ids."""
-    min_count: int = 1
+    min_count: Positive = 1
     """Values with fewer occurrences in those rows share the out-of-vocabulary id."""
-    cap: int | None = None
+    cap: Positive | None = None
     """Take the hexadecimal values modulo this number."""
     dense_transform: Literal["log1p", "log3"] = "log1p"
-    limit: int | None = None
+    limit: Positive | None = None
     """Read at most this many lines of the input."""
     bad_rows: BadRowsRule = "stop"
     ids_of: str | None = None
@@ -45,18 +44,12 @@ class Options:
     :func:`inherit_options`."""
     append_new: bool = False
     """With ``ids_of``: values of the new rows that it does not list get ids too."""
-    forget: int | None = None
+    forget: Positive | None = None
     """With ``append_new``: these are first the ids of values that no training row had in as many
     preparations, this one included."""
 
     def __post_init__(self) -> None:
         self.split_options()
-        for name, hint in get_type_hints(Options).items():
-            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ValueError(f"{option} is {value!r}{did_you_mean(value, get_args(hint))}")
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ValueError(f"{option} is {value}; it must be at least 1")
         EarlierIds.given(self.ids_of, self.append_new, self.forget)
 
         # Of ids that are not positions in a vocabulary.

@@ -24,6 +24,7 @@ from dlrm.data.prepare.splitting import split_by_days, split_by_shares
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, HASHED, SPLITS, Meta
+from dlrm.utils.validation import validate
 from tests.kit import contents, corrupt, criteo_rows, read_splits, write_criteo
 
 ROOT = Path(__file__).parents[3]
@@ -513,20 +514,20 @@ def test_nothing_to_train_on(raw, tmp_path):
         ({"split": ("0.5", "0.4", "0.2")}, "--split is 0.5 0.4 0.2"),
         ({"split": ("-0.5", "1", "0.5")}, "--split is -0.5 1 0.5"),
         ({"split": ("week",)}, "--split is week"),
-        ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
-        ({"cap": -1}, "--cap is -1; it must be at least 1"),
-        ({"limit": 0}, "--limit is 0; it must be at least 1"),
-        ({"vocabulary": "tain"}, "--vocabulary is 'tain', did you mean 'train'"),
-        ({"dense_transform": "log"}, "--dense-transform is 'log', did you mean 'log"),
+        ({"min_count": 0}, "min_count is 0, it must be at least 1"),
+        ({"cap": -1}, "cap is -1, it must be at least 1"),
+        ({"limit": 0}, "limit is 0, it must be at least 1"),
+        ({"vocabulary": "tain"}, "vocabulary is 'tain', did you mean 'train'"),
+        ({"dense_transform": "log"}, "dense_transform is 'log', did you mean 'log"),
         ({"ids": "hash", "vocabulary": "all"}, "no vocabulary, as --vocabulary needs: drop"),
         ({"ids": "hash", "min_count": 2}, "no vocabulary, as --min-count needs: drop"),
-        ({"ids": "hashes"}, "--ids is 'hashes', did you mean 'hash'"),
-        ({"bad_rows": "keep"}, "--bad-rows is 'keep'; valid: skip, skip-all, stop"),
+        ({"ids": "hashes"}, "ids is 'hashes', did you mean 'hash'"),
+        ({"bad_rows": "keep"}, "bad_rows is 'keep'; valid: skip, skip-all, stop"),
     ],
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
-        Options(**options)
+        validate(Options, options)
 
 
 @pytest.mark.parametrize(
