@@ -30,6 +30,7 @@ OF_THE_DAY = ("%H:%M", "%H:%M:%S")
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
+SELDOM = 0.8  # distinct texts, as a share of all, from which these hardly repeat
 NUMBER_SHARE = 0.95
 HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
 SURE = 4.0  # standard deviations
@@ -383,7 +384,7 @@ def find_separator(texts: pa.Array) -> tuple[str | None, bool]:
         if separator == "," and rare < 0.5:
             return separator, lengths > 1 and rare < FEW_ENTRIES
         if separator == " " and rare < FEW_ENTRIES and lengths > 1:
-            return separator, False
+            return separator, len(distinct) > SELDOM * len(texts)  # nothing is learned of those
     return None, False
 
 
