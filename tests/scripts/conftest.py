@@ -9,6 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.kit import criteo_rows, write_criteo
+
 ROOT = Path(__file__).parents[2]
 SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
 SMALL += ["--max_steps", "6", "--optim.lr", "0.05", "--device", "cpu", "--name", "run"]
@@ -30,18 +32,12 @@ def programs():
 @pytest.fixture(scope="session")
 def criteo(tmp_path_factory, programs):
     """A directory with ``raw``, prepared as ``data``, and a run; and the lines."""
-    directory, rng = tmp_path_factory.mktemp("criteo"), random.Random(0)
-    lines = []
-    for _ in range(ROWS):
-        fields = [str(int(rng.random() < 0.3))]
-        fields += ["" if rng.random() < 0.2 else str(rng.randrange(-2, 999)) for _ in range(13)]
-        fields += ["" if rng.random() < 0.2 else f"{rng.randrange(99):x}" for _ in range(26)]
-        lines.append("\t".join(fields) + "\n")
-    (directory / "raw").write_text("".join(lines))
+    directory = tmp_path_factory.mktemp("criteo")
+    raw = write_criteo(directory / "raw", criteo_rows(ROWS))
     split = ("--split", "0.7", "0.05", "0.25", "--min-count", "2")
-    programs("scripts.prepare_criteo", directory / "raw", "--output", directory / "data", *split)
+    programs("scripts.prepare_criteo", raw, "--output", directory / "data", *split)
     programs("train", "--data", directory / "data", "--output", directory, *SMALL)
-    return directory, lines
+    return directory, raw.read_text().splitlines(keepends=True)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dlrm.export.delta import changes_between
 from dlrm.utils.shipped import shipped_program
-from tests.kit import corrupt
+from tests.kit import corrupt, write_criteo
 from tests.scripts.alone import PROGRAM, export_scores
 
 ROOT = Path(__file__).parents[2]
@@ -41,13 +41,12 @@ def two_days(tmp_path_factory, programs):
 
 
 def write_day(directory, day):
-    rng, lines = np.random.default_rng(day), []
+    rng, rows = np.random.default_rng(day), []
     for _ in range(1200):
         values = [f"{v:x}" for v in rng.integers(60 * day, 60 * day + 1500, 26) // 3]
         dense = [str(v) for v in rng.integers(0, 99, 13)]
-        lines.append("\t".join([str(int(rng.random() < 0.3)), *dense, *values]) + "\n")
-    (directory / f"{day}.tsv").write_text("".join(lines))
-    return directory / f"{day}.tsv"
+        rows.append([str(int(rng.random() < 0.3)), *dense, *values])
+    return write_criteo(directory / f"{day}.tsv", rows)
 
 
 @pytest.fixture
