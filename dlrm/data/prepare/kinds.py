@@ -45,6 +45,7 @@ ID_NAME = re.compile(
     r"(?::token)?$",  # as RecBole writes it
     re.IGNORECASE,
 )
+TIME_NAME = re.compile(r"time|date|stamp|epoch|when|(?:^|_)(?:ts|at)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,9 @@ def _find_integer(
             note = _alternative(name, "number")
         return InferredKind(kind="category", why=count + note)
     if unit := find_time_unit(present):
+        if TIME_NAME.search(name):
+            why = f"{what} that are {unit} since 1970{_alternative(name, 'number')}"
+            return InferredKind(kind="time", why=why, unit=unit)
         given = "time" if unit == "s" else {"kind": "time", "unit": unit}
         return InferredKind(kind="number", why=what + _alternative(name, given))
     if len(present) and np.median(np.abs(present.astype(np.float64))) >= EXACT:
@@ -235,6 +239,10 @@ def find_split_time(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
 
     Only the parts of a time that repeat, and its age, which is 0 for later rows, become features.
     """
+    plain = pa.types.is_integer(sample.type) or pa.types.is_floating(sample.type)
+    if plain and (unit := find_time_unit(sample.drop_null().to_numpy(zero_copy_only=False))):
+        why = f"{unit} since 1970; later rows have age 0"
+        return InferredKind(kind="time", why=why, unit=unit)
     try:
         inferred = find_kind(name, sample, untyped)
     except NoFeatureError:  # it counts the rows, which is an order as good as any
@@ -243,12 +251,8 @@ def find_split_time(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return replace(inferred, why=f"{inferred.why}; later rows have age 0")
     if inferred.kind not in ("number", "category") or is_text(sample.type):
         return inferred
-    plain = pa.types.is_integer(sample.type) or pa.types.is_floating(sample.type)
-    unit = find_time_unit(sample.drop_null().to_numpy(zero_copy_only=False)) if plain else None
-    if unit is None:
-        why = "no feature: it splits the rows, so later values are out of range"
-        return InferredKind(kind="drop", why=why)
-    return InferredKind(kind="time", why=f"{unit} since 1970; later rows have age 0", unit=unit)
+    why = "no feature: it splits the rows, so later values are out of range"
+    return InferredKind(kind="drop", why=why)
 
 
 def _alternative(name: str, options: Any) -> str:

@@ -54,9 +54,14 @@ def test_what_a_column_is_of_no_use_for_is_said():
 def test_numbers_that_may_be_times(unit, told):
     scale = {"s": 1, "ms": 1000, "us": 1_000_000}[unit]
     sample = pa.array([(1_400_000_000 + 86_400 * (i % 90)) * scale for i in range(200)])
-    found = find_kind("timestamp", sample, False)
+    found = find_kind("opened", sample, False)
     assert found.kind == "number"
-    assert found.why == f"integers; if these are times: columns: {{timestamp: {told}}}"
+    assert found.why == f"integers; if these are times: columns: {{opened: {told}}}"
+    for name in ("timestamp", "created_at", "ts"):
+        found = find_kind(name, sample, False)
+        assert (found.kind, found.unit) == ("time", unit)
+        ends = f"that are {unit} since 1970; if these are numbers: columns: {{{name}: number}}"
+        assert found.why == f"integers {ends}"
     assert "times" not in find_kind("price", pa.array(range(0, 20_000, 100)), False).why
 
 
