@@ -18,7 +18,7 @@ from . import codes
 from .bad_rows import BadRow, BadValue
 from .codes import find_negative
 from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
-from .columns import Column, ColumnPlan
+from .columns import FEW_BUCKETED, Column, ColumnPlan
 from .files import ParquetPart, RawFile, no_header_hint
 from .kinds import (
     OF_THE_DAY,
@@ -86,7 +86,7 @@ def plan_columns(
         told = error.located(files[0].path) if isinstance(error, BadRow) else error
         raise ColumnsError(str(told), plan) from None
     if plan.categorical:
-        plan = _bucketed(plan, gaps[:FEW_NUMBERS], "as which are missing tells of the label")
+        plan = _bucketed(plan, gaps[:FEW_BUCKETED], "as which are missing tells of the label")
     else:
         plan = _bucketed(plan, _to_bucket(columns, samples[0], labels[0]), "which a model needs")
     if not plan.categorical:
@@ -120,7 +120,7 @@ def _to_bucket(
     these are those that say most of the label in the first rows."""
     names = [column.name for column in columns if column.kind == "number"]
     if len(names) > FEW_NUMBERS:
-        names = (_telling(names, sample, labels) or names)[:FEW_NUMBERS]
+        names = (_telling(names, sample, labels) or names)[:FEW_BUCKETED]
     return names or [column.name for column in columns if column.kind == "vector"][:1]
 
 

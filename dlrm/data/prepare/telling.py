@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-FEW_NUMBERS = 32  # so many do no harm, and are not judged
+FEW_NUMBERS = 16  # so many do little harm, and are not judged
 RANGES, MERGED = 8, 2  # ranges of a number; so many are one where two numbers are looked at
 ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thousands are tried
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance

@@ -79,7 +79,7 @@ def test_all_numbers_are_kept_if_they_are_few_or_none_says_anything(tmp_path, fe
         values[30:] = np.random.default_rng(1).normal(size=(10, ROWS))
     meta = prepare(tmp_path, values, labels)
     assert len(own(meta)) == len(values)
-    assert 0 < len(meta.tables) <= FEW_NUMBERS
+    assert 0 < len(meta.tables) <= 32
 
 
 def test_equal_labels_and_equal_or_missing_numbers_say_nothing():
