@@ -188,13 +188,14 @@ def _find_integer(
     name: str, what: str, sample: pa.Array, labels: NDArray[np.uint8] | None
 ) -> InferredKind:
     """Integers are ids or numbers, by their name, how many there are, and the labels; if they only
-    count the rows, nothing can be made of them."""
+    count the rows, they are left out."""
     present = sample.drop_null().to_numpy(zero_copy_only=False)
     distinct = np.unique(present)
     steps = np.diff(present.astype(np.int64))
     if len(present) == len(sample) >= ENOUGH_ROWS and (steps == 1).all():
         first = ", ".join(map(str, present[:3]))
-        raise NoFeatureError(f"it counts the rows: {first}, ..., which says nothing about new rows")
+        why = f"it counts the rows: {first}, ..., which says nothing about new rows"
+        return InferredKind(kind="drop", why=why)
     if ID_NAME.search(name):
         note = _repeats(sample) or _alternative(name, "number")
         return InferredKind(kind="category", why=f"{what}, by its name{note}")
@@ -243,13 +244,10 @@ def find_split_time(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
     if plain and (unit := find_time_unit(sample.drop_null().to_numpy(zero_copy_only=False))):
         why = f"{unit} since 1970; later rows have age 0"
         return InferredKind(kind="time", why=why, unit=unit)
-    try:
-        inferred = find_kind(name, sample, untyped)
-    except NoFeatureError:  # it counts the rows, which is an order as good as any
-        inferred = InferredKind(kind="number", why="")
+    inferred = find_kind(name, sample, untyped)
     if inferred.kind == "time":
         return replace(inferred, why=f"{inferred.why}; later rows have age 0")
-    if inferred.kind not in ("number", "category") or is_text(sample.type):
+    if inferred.kind not in ("number", "category", "drop") or is_text(sample.type):
         return inferred
     why = "no feature: it splits the rows, so later values are out of range"
     return InferredKind(kind="drop", why=why)

@@ -16,7 +16,7 @@ from dlrm.data.prepare import infer
 from dlrm.data.prepare.column_options import read_options
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.transform import Transform
-from tests.kit import plan_rows, prepare_rows
+from tests.kit import plan_rows, prepare_rows, write_rows
 
 GOOD = ["label,price,city"] + [f"{i % 2},{i}.5,{'abc'[i % 3]}" for i in range(300)]
 
@@ -173,13 +173,16 @@ def test_no_column_is_dropped_silently(tmp_path, capsys):
         ([{"a": 1}] * 200, "struct.*as pandas.json_normalize does"),
         ([{f"a{i}": 1 for i in range(50)}] * 200, r"struct<a0: int64, .{42}\.\.\., to be taken"),
         ([[1.5], []] * 100, "list<.*double>"),
-        (list(range(200)), "counts the rows: 0, 1, 2"),
     ):
         pq.write_table(pa.table(rows | {"odd": values}), tmp_path / "rows.parquet")
         with pytest.raises(
             ValueError, match=rf"a feature: 'odd' .*{reason}.*columns: {{odd: drop}}"
         ):
             prepare(tmp_path / "rows.parquet", tmp_path)
+    told = format_plan(plan_rows(write_rows(tmp_path / "rows.csv", {"": range(200)} | rows))[1])
+    assert re.search(
+        r"column_1 +int64 +drop +left out +it counts the rows: 0, 1, 2, \.\.\., w", told
+    )
     for values in ([None] * 200, pa.nulls(200, pa.string()), [float("nan")] * 200):
         pq.write_table(pa.table(rows | {"odd": values}), tmp_path / "rows.parquet")
         prepare(tmp_path / "rows.parquet", tmp_path)
