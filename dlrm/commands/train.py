@@ -111,9 +111,8 @@ class Run:
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
 
-        parts = self.model, optimizers, self.train_data
-        about = {"spec": spec, "config": self.options}
-        self.progress = self.checkpoints.begin(*parts, **about, batch_size=size)
+        parts = self.model, optimizers, self.train_data, spec, self.options
+        self.progress = self.checkpoints.begin(*parts, batch_size=size)
         self.schedule.fine_tune = self.progress.fine_tune
         self.step.losses.load(self.progress.losses)
 
@@ -303,7 +302,8 @@ class Run:
         self.progress.clock = self.clock.state()
         self.progress.losses = self.step.losses.state()
         with self.clock.part("checkpoint"):
-            self.checkpoints.save(self.progress, unused=self.step.prefetcher.samples_held)
+            held, last = self.step.prefetcher.samples_held, self.steps >= self.validations.last_step
+            self.checkpoints.save(self.progress, unused=held, last=last)
 
     def _say(self, text: str) -> None:
         if text and not self.silent:

@@ -88,7 +88,6 @@ class RunCheckpoints:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         loader: TrainingData,
-        *,
         spec: Mapping[str, Any],
         config: Mapping[str, Any],
         batch_size: int,
@@ -133,12 +132,13 @@ class RunCheckpoints:
         if self._lock:
             self._lock.release()
 
-    def save(self, progress: Progress, *, unused: int) -> None:
+    def save(self, progress: Progress, *, unused: int, last: bool) -> None:
         """Begin to write a checkpoint.
 
         Args:
             progress: of the run; this method adds the state of the loader.
             unused: samples of the loader that were not used; see its ``state_dict``.
+            last: whether training ends with it.
 
         Raises:
             OSError: one can't be written. Earlier checkpoints are unchanged.
@@ -154,7 +154,8 @@ class RunCheckpoints:
             groups=parts.groups(),
             fingerprint=self._loader.meta.fingerprint,
         )
-        self.writer.save(parts, state, best=progress.best_step == progress.steps)
+        best = progress.best_step == progress.steps
+        self.writer.save(parts, state, best=best, last=last)
         self.saved = state.steps
 
     def _restore(self, resumed: Checkpoint, batch_size: int) -> Progress:

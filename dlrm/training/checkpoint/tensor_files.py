@@ -56,8 +56,15 @@ class Piece:
     values: Tensor
 
 
+class Stopped(BaseException):
+    """A file was not completed, as it was not wanted any more."""
+
+
 def write_file(
-    path: Path, pieces: Iterable[Piece], about: Mapping[str, str]
+    path: Path,
+    pieces: Iterable[Piece],
+    about: Mapping[str, str],
+    stopped: Callable[[], bool] = bool,
 ) -> tuple[StoredFile, list[tuple[str, StoredShard]]]:
     """Write pieces to a file, and wait until they are on disk.
 
@@ -65,12 +72,14 @@ def write_file(
         path: of the file.
         pieces: what to write.
         about: what the header says besides the tensors.
+        stopped: says whether the file is not wanted any more.
 
     Returns:
         What a manifest says of the file, and of each piece by the name of its tensor.
 
     Raises:
         OSError: it can't be written.
+        Stopped: it is not wanted any more.
     """
     pieces = [part for piece in pieces for part in _parts(piece)]
     pieces.sort(key=lambda piece: -piece.values.itemsize)  # keeps them aligned
@@ -83,7 +92,7 @@ def write_file(
         file.write(header)
         file.flush()
         written = [
-            threads.submit(_write_piece, file, piece, start)
+            threads.submit(_write_piece, file, piece, start, stopped)
             for piece, start in zip(pieces, starts, strict=False)
         ]
         digests = [each.result() for each in written]
@@ -135,11 +144,13 @@ def _header(pieces: Sequence[Piece], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_piece(file: BinaryIO, piece: Piece, at: int) -> str:
+def _write_piece(file: BinaryIO, piece: Piece, at: int, stopped: Callable[[], bool]) -> str:
     """Write a piece to a position of a file; returns its digest."""
     digest = hashlib.sha256()
     unsynced = 0
     for content in slices(piece.values):
+        if stopped():
+            raise Stopped
         part = content.numpy().data
         digest.update(part)
         unsynced += len(part)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from dlrm.training.checkpoint.manifest import (
 )
 from dlrm.training.checkpoint.manifest_json import manifest_to_json
 from dlrm.training.checkpoint.parts import Parts
-from dlrm.training.checkpoint.tensor_files import Piece, write_file
+from dlrm.training.checkpoint.tensor_files import Piece, Stopped, write_file
 from dlrm.training.run_directory import CHECKPOINTS, MANIFEST
 from dlrm.utils.atomic import sync_directory
 
@@ -46,7 +46,7 @@ Written = tuple[StoredFile, list[tuple[str, StoredShard]]]
 """The file of a process, and the shards in it by the name of their tensor."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Draft:
     """A checkpoint that is to be written."""
 
@@ -56,9 +56,11 @@ class Draft:
     best: bool
     """Whether it is the best one so far."""
     pieces: Sequence[Piece]
-    """The part that this process writes."""
+    """The part that this process writes, until the thread takes it: it is large."""
     sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Type and shape of all tensors."""
+    replaced: threading.Event = field(default_factory=threading.Event)
+    """Set if it need not be completed."""
 
     @property
     def temporary(self) -> Path:
@@ -74,8 +76,9 @@ class CheckpointWriter:
     """Writes the checkpoints of a run in a thread, from copies, while training continues.
 
     One is written at a time. With a single process, another one may wait. A newer one replaces it,
-    unless it is the best so far and the newer one is not, or more than two are to be kept. Where
-    memory has no room for copies, training waits until a checkpoint is written.
+    unless it is the best so far and the newer one is not, or more than two are to be kept. The last
+    one of a run also replaces one that is being written. Where memory has no room for copies,
+    training waits until a checkpoint is written.
 
     Every process must make one, and call its methods.
 
@@ -87,44 +90,41 @@ class CheckpointWriter:
 
     Attributes:
         best: name of the best checkpoint; of the first process.
-        stalled: seconds for which training has waited.
         copied: bytes of the largest copy of a state.
     """
 
     def __init__(self, directory: Path, run: str, world: World, keep: int) -> None:
         self.best: str | None = None
-        self.stalled, self.copied = 0.0, 0
+        self.copied = 0
         self._directory, self._run, self._world, self._keep = directory, run, world, keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writes: list[tuple[list[Draft], Future[None]]] = []  # in their order
+        self._writes: list[tuple[Draft | None, Future[None]]] = []  # in their order; or other work
         self._leaving = threading.Event()
         self._last: Path | None = None  # the one that may still be written
 
-    def save(self, parts: Parts, state: RunState, *, best: bool) -> None:
+    def save(self, parts: Parts, state: RunState, *, best: bool, last: bool = False) -> None:
         """Copy the state of a run, and begin to write it.
 
         Args:
             parts: the tensors.
             state: everything else; the first process writes its own.
             best: whether this is the best state so far.
+            last: whether training ends with it.
 
         Raises:
             OSError: this checkpoint or the one before can't be written. Earlier ones are unchanged.
         """
-        began = time.perf_counter()
         path = self._world.from_first(lambda: self._new_path(state.steps))
         with _in_one_line(path):
-            self._make_room(best)
+            self._make_room(best, last)
             pieces, copied = snapshot.take(parts.own_pieces(self._world))
             self.copied = max(self.copied, copied)
 
         sizes = parts.sizes()
         draft = Draft(path=path, state=state, best=best, pieces=pieces, sizes=sizes)
-        waiting = [draft]  # from which the thread takes it, or which is emptied: it is large
-        self._writes.append((waiting, self._thread.submit(self._write, waiting)))
+        self._writes.append((draft, self._thread.submit(self._write, draft)))
         if not copied:
             self._drain()
-        self.stalled += time.perf_counter() - began
 
     def then(self, work: Callable[[], None]) -> None:
         """Do some work in the thread of the first process, between this checkpoint and the next,
@@ -139,7 +139,7 @@ class CheckpointWriter:
                 work()
 
         if self._world.first:
-            self._writes.append(([], self._thread.submit(work_if_written)))
+            self._writes.append((None, self._thread.submit(work_if_written)))
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written.
@@ -157,10 +157,8 @@ class CheckpointWriter:
         Raises:
             OSError: one can't be written.
         """
-        began = time.perf_counter()
         self._drain()
         self._world.wait()
-        self.stalled += time.perf_counter() - began
 
     def costs(self) -> dict[str, float]:
         """Bytes of the largest copy of a state from which a checkpoint was written."""
@@ -187,34 +185,39 @@ class CheckpointWriter:
         self._last = path
         return path
 
-    def _make_room(self, best: bool) -> None:
+    def _make_room(self, best: bool, last: bool) -> None:
         """Wait, or leave out a checkpoint, so that at most one is still to be written."""
         self.check()
         if self._world.size > 1 or self._keep > KEPT:
             self._drain()
         elif len(self._writes) > 1:
             waiting, write = self._writes[-1]
-            drafts = list(waiting)  # the thread may take it meanwhile
-            wanted = not drafts or (drafts[0].best and not best)  # other work is always wanted
-            if not wanted and write.cancel():
-                waiting.clear()
+            if waiting and waiting.best <= best and write.cancel():  # other work is always wanted
+                waiting.pieces = ()
                 self._writes.pop()
+        if last and len(self._writes) == 1:
+            written, _ = self._writes[0]
+            if written and written.best <= best:
+                written.replaced.set()
         self._drain(left=1)
 
-    def _write(self, waiting: list[Draft]) -> None:
+    def _write(self, draft: Draft) -> None:
         """Write the part of this process, and complete the checkpoint in the first one."""
-        draft = waiting.pop()
+        pieces, draft.pieces = draft.pieces, ()
         first, rank = self._world.first, self._world.rank
 
         try:
             with _in_one_line(draft.path):
                 draft.temporary.mkdir(exist_ok=True)
                 about = {"format": "pt", "run": self._run, "step": str(draft.state.steps)}
-                written = write_file(draft.temporary / file_name(rank), draft.pieces, about)
+                path = draft.temporary / file_name(rank)
+                written = write_file(path, pieces, about, draft.replaced.is_set)
                 if first:
                     self._complete(draft, written)
                 else:
                     _tell(draft.note(rank), [asdict(written[0]), written[1]])
+        except Stopped:
+            shutil.rmtree(draft.temporary, ignore_errors=True)
         except BaseException as error:
             if first:
                 shutil.rmtree(draft.temporary, ignore_errors=True)
