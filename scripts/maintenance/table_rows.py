@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
+from operator import itemgetter, sub
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import pandas as pd
@@ -19,6 +19,9 @@ import pandas as pd
 ROOT = Path(__file__).parents[2]
 Result = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
+
+RATIOS = ("2x", "10x", "30x", "100x", "300x", "1000x")  # of the bench
+COMPARED = ("boosted trees", "`dense`", "`auto` 100x")
 
 
 def read(name: str) -> Result:
@@ -302,22 +305,49 @@ def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
         }
 
 
-def bench(result: Result, *, metric: str) -> Rows:
-    """A test metric on each log: of boosted trees, and of each kind at each ratio."""
-    logs, name = sorted(result["trees"]), metric.lower().replace(" ", "_")
+def _by_kind(result: Result, metric: str) -> dict[str, dict[str, str]]:
+    """A test metric of boosted trees and of each kind at each ratio, by log."""
+    name = metric.lower().replace(" ", "_")
     rows = {"boosted trees": {log: f"{r[name]:.4f}" for log, r in result["trees"].items()}}
     for r in sorted(result["results"], key=lambda r: (r["ratio"] > 1, len(r["budget"] or ""))):
-        row = rows.setdefault(f"`{r['emb']}` {r['budget'] or ''}", {})
+        row = rows.setdefault(f"`{r['emb']}` {r['budget'] or ''}".strip(), {})
         row[r["log"]] = spread(r[metric], r[f"{metric} std"])
-    return [{"": kind, **{log: row.get(log, "-") for log in logs}} for kind, row in rows.items()]
+    return rows
+
+
+def bench(result: Result, *, metric: str) -> Rows:
+    """A test metric on each log with all ratios: of boosted trees, and of each kind."""
+    rows, logs = _by_kind(result, metric).items(), _logs(result)
+    return [{"": kind, **{log: row.get(log, "-") for log in logs}} for kind, row in rows]
+
+
+def bench_means(result: Result, *, metric: str) -> Rows:
+    """The mean over these logs of what each kind changes from dense tables with the same seed, with
+    its standard error over the seeds."""
+    found = {(r["emb"], r["budget"], r["log"]): r[f"{metric} by seed"] for r in result["results"]}
+    logs, rows = _logs(result), dict[str, dict[str, str]]()
+    for kind, budget in dict.fromkeys(key[:2] for key in found if key[0] != "dense"):
+        row = rows.setdefault(f"`{kind}`", dict.fromkeys(RATIOS, "-"))
+        if all((kind, budget, log) in found for log in logs):
+            dense = [found["dense", None, log] for log in logs]
+            pairs = zip((found[kind, budget, log] for log in logs), dense, strict=True)
+            changes = [list(map(sub, own, other)) for own, other in pairs]
+            error = sum(variance(own) / len(own) for own in changes) ** 0.5 / len(logs)
+            row[budget] = f"{fmean(map(fmean, changes)):+.4f} ± {error:.4f}"
+    return [{"`--emb`": kind, **row} for kind, row in rows.items()]
+
+
+def _logs(result: Result) -> list[str]:
+    """The logs on which there is each ratio."""
+    return sorted({r["log"] for r in result["results"] if r["budget"] == RATIOS[0]})
 
 
 def by_task(result: Result) -> Iterator[Mapping[str, Any]]:
-    """Both test metrics on each log, of boosted trees and of each kind: a row for each log."""
-    tables = {metric: bench(result, metric=metric) for metric in ("AUC", "log loss")}
+    """Both test metrics on each log, of boosted trees, ``dense`` and ``auto`` at 100x."""
+    found = {metric: _by_kind(result, metric) for metric in ("AUC", "log loss")}
+    cells = [(metric, kind) for metric in found for kind in COMPARED]
     for log in sorted(result["trees"]):
-        cells = ((metric, row) for metric, rows in tables.items() for row in rows)
-        yield {"": log} | {f"{metric}, {row[''].strip()}": row[log] for metric, row in cells}
+        yield {"": log} | {f"{metric}, {kind}": found[metric][kind][log] for metric, kind in cells}
 
 
 def over_days(result: Result) -> Rows:
