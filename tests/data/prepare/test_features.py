@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from dlrm.data.prepare import numbers
+from dlrm.data.prepare.keys import DistinctIds
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.raw_rows import as_batch
-from dlrm.data.prepare.text_hashes import DistinctIds
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import SPLITS, Meta
 from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, read_values, write_rows
