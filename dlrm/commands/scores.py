@@ -40,16 +40,6 @@ def write_scores(options: Namespace) -> None:
     Raises:
         ValueError: something does not fit, or takes too much memory.
     """
-    try:
-        predict(options)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError("out of memory: give a smaller --batch-size") from error
-
-
-def predict(options: Namespace) -> None:
-    """Write the predictions."""
     processes = World.from_environment().size
     if processes > 1:  # each would write the file
         raise ValueError(
@@ -59,12 +49,17 @@ def predict(options: Namespace) -> None:
     rows, output = options.rows, options.output
     output.parent.mkdir(parents=True, exist_ok=True)
     prepared = (rows / META_FILE).is_file()
-    batches = _prepared_scores(options) if prepared else _raw_scores(options)
-    began = time.perf_counter()
-    with atomic_write(output) as temporary:
-        count = write_batches(batches, temporary, output.suffix, output)
-        if not count:
-            raise ValueError(f"{rows} has no rows to score")
+    try:
+        batches = _prepared_scores(options) if prepared else _raw_scores(options)
+        began = time.perf_counter()
+        with atomic_write(output) as temporary:
+            count = write_batches(batches, temporary, output.suffix, output)
+            if not count:
+                raise ValueError(f"{rows} has no rows to score")
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError("out of memory: give a smaller --batch-size") from error
     rate = count / (time.perf_counter() - began)
     print(f"{count:,} predictions in {output}, {rate:,.0f} rows/s")
 

@@ -226,6 +226,17 @@ def test_several_files_are_numbered_through(criteo, table, predict, refused, tmp
     assert found["row_id"].tolist() == [row["row_id"] for row in rows[:20]]
 
 
+def test_a_lack_of_memory_is_told(table, refused, monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr(predictor.metrics, "predict", fails)
+    directory, _ = table
+    for rows in ("raw.csv", "data"):
+        message = refused(directory / "run", directory / rows)
+        assert message == "error: out of memory: give a smaller --batch-size\n"
+
+
 def test_rows_that_do_not_fit(criteo, table, predict, refused, tmp_path):
     directory, rows = table
     trained, path = directory / "run", tmp_path / "new.csv"
