@@ -142,7 +142,7 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return found
 
     separator, sure = find_separator(sample)
-    if separator and sure:
+    if separator and sure and not (separator == " " and ID_NAME.search(name)):
         where = "in brackets" if len(separator) > 1 else f"with {separator!r} between entries"
         why = f"texts {where}{_alternative(name, 'category')}"
         return InferredKind(kind="list", why=why)
