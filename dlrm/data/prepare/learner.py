@@ -235,7 +235,7 @@ class Learner:
             for blocks in self._chunks(feature):
                 entries = pa.concat_arrays([block.dictionary(feature) for block in blocks])
                 # Not with tofile, which silently drops the last bytes if the disk is full.
-                file.write(made.ids(entries, feature.name).data)
+                file.write(made.ids(entries, feature.name, often=False).data)
         if feature.name in plan.rated:
             made = self._with_positives(index, feature, made)
         return made, empty and self.earlier is None
@@ -322,7 +322,7 @@ class Learner:
             )
 
         # Earlier data that has an id for each of its values may have none for others.
-        if made.oov_id is None and (unknown := made.find(values) < 0).any():
+        if made.oov_id is None and (unknown := made.find(values, often=False) < 0).any():
             missing = values.take(pa.array(np.flatnonzero(unknown)))
             raise ValueError(
                 f"{name}: {len(missing)} values, such as {texts_of(missing[:1])[0].as_py()!r}, "

@@ -65,13 +65,13 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.values)
 
-    def ids(self, values: pa.Array, name: str) -> NDArray[np.int32]:
+    def ids(self, values: pa.Array, name: str, *, often: bool = True) -> NDArray[np.int32]:
         """The id of each of the ``values [n]``, see :meth:`find`.
 
         Raises:
             ValueError: there is a value without an id; it names the column.
         """
-        ids = self.find(values)
+        ids = self.find(values, often=often)
         if self.oov_id is not None:
             ids = np.where(ids < 0, np.int32(self.oov_id), ids)
         elif (ids < 0).any():
@@ -81,9 +81,10 @@ class Vocabulary:
             )
         return ids
 
-    def find(self, values: pa.Array) -> NDArray[np.int32]:
+    def find(self, values: pa.Array, *, often: bool = True) -> NDArray[np.int32]:
         """The id of each of the ``values [n]``, -1 if it is not listed: texts without nulls, or
-        integer keys of hex digits."""
+        integer keys of hex digits. Few of them are found faster ``often``, for which the hashes of
+        all are kept."""
         if pa.types.is_integer(values.type):
             found = np.empty(len(values), np.int32)
             ordered, position = sort_keys(values.to_numpy())  # which takes few cache misses
@@ -91,7 +92,7 @@ class Vocabulary:
             return found
 
         values = values.cast(TEXT)
-        if len(self) <= max(FEW_IDS, 4 * len(values)):
+        if not often or len(self) <= max(FEW_IDS, 4 * len(values)):
             return pc.index_in(values, self.values).fill_null(-1).to_numpy()
 
         # Without a pass over the whole vocabulary each time. Few hashes of values that are not
@@ -224,7 +225,7 @@ def extend_ids(
         evict_after: preparations, at least 1, that a value must have been unseen for to be
             evicted, this one included; None to evict none.
     """
-    size, oov_id, listed = len(old), old.oov_id, old.find(values)
+    size, oov_id, listed = len(old), old.oov_id, old.find(values, often=False)
     unseen = np.ones(size, np.int32) if old.unseen is None else old.unseen + np.int32(1)
     unseen[listed[(counts > 0) & (listed >= 0)]] = 0
     if oov_id is not None:

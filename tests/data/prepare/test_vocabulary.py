@@ -53,5 +53,7 @@ def test_both_ways_to_look_up_agree(monkeypatch, collide):
             "hash_texts",
             lambda texts: hashed.append(texts) or whole(texts) % np.uint64(3),
         )
+    assert made.ids(wanted, "x", often=False).tolist() == expected.tolist()
+    assert not hashed
     assert made.ids(wanted, "x").tolist() == expected.tolist()
     assert bool(hashed) is collide
