@@ -38,7 +38,7 @@ SLICE = 16 << 20
 PART = 64 << 20
 """Bytes of a tensor that are written, hashed and read one after another."""
 THREADS = 8
-SYNCED = 32 << 20
+SYNCED = PART // 2
 """Bytes of a part for which its thread waits until they are on disk. Without it, the disk would be
 idle until all is written, and a checkpoint of 6.6 GB would take twice as long."""
 READERS = 16  # threads
