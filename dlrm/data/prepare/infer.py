@@ -303,6 +303,8 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
         if name not in names:
             what = "label" if name == label else "column"
             hint = ""
+            if name == label and "=" in name:
+                hint = "; a comparison is written as in 'rating >= 4' or 'status == paid'"
             if name == "label" and options.label is None:
                 hint = "; name it with --label: a column of 0 and 1, or 'rating >= 4'"
             hint += no_header_hint(file)

@@ -216,6 +216,7 @@ def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
         ([1.0, NAN, NAN], {"form": "parquet", "positive": "1"}, r"missing \(40\)"),
         (["1", "2", "3"], {"label": "bought >= many"}, "'many' is not a number; compare with one"),
         (["1", "2", "3"], {"label": "paid >= 2"}, "has no label 'paid'"),
+        (["1", "2", "3"], {"label": "bought=2"}, "no label 'bought=2', .* as in 'rating >= 4' or"),
         (["1", "2", "3"], {"label": "bought > 3"}, r"all 60 labels are 0 \(.*'bought', 1 if > 3\)"),
         (["1", "2", "3"], {"positive": ">= 2"}, "use --label 'bought >= 2' if all others do"),
         (["1", "2", "3"], {"positive": "9", "negative": "*"}, "all 60 labels are 0"),
