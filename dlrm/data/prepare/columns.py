@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -176,6 +176,18 @@ class ColumnPlan:
     def found_numbers(self) -> tuple[str, ...]:
         """Those of columns of which the options do not say what they are."""
         return tuple(f.name for f in self.dense if not f.column.why.startswith("given"))
+
+    def with_numbers(self, names: Collection[str]) -> ColumnPlan:
+        """The plan without the numbers that were found and left out: later rows need not have
+        them."""
+        silent = {*self.found_numbers} - {*names}
+        own = (
+            replace(column, options=ColumnOptions(kind="drop"))
+            if column.kind == "number" and column.name in silent and not column.options.bucketed
+            else column
+            for column in self.columns
+        )
+        return replace(self, columns=tuple(own))
 
     @cached_property
     def label(self) -> str:

@@ -26,7 +26,7 @@ from typing import Any, TypedDict, Unpack
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
 from ..evidence import with_effects
-from ..schema import META_FILE, Categorical, EarlierData, Meta
+from ..schema import META_FILE, Categorical, Meta
 from .bad_rows import BadRowsRule
 from .checks import (
     ClassCounts,
@@ -148,46 +148,42 @@ class Preparation:
         # All other results; meta.json is the last one.
         with atomic_write(work / BAD_ROWS_FILE) as temporary:
             temporary.write_text(json.dumps(spilled.bad.as_json(), indent=2) + "\n")
+        meta = self._describe(work.directory, counts, categorical)
         if not plan.hexadecimal:  # all about Criteo's columns is known from the options
             self.transform.save(work.directory)
             with atomic_write(work / OPTIONS_FILE) as temporary:
-                temporary.write_text(plan.as_yaml())
-
-        self._describe(work.directory, counts, categorical).write(work.directory)
+                temporary.write_text(self.transform.plan.as_yaml())
+        meta.write(work.directory)
 
     def _describe(
         self, directory: Path, counts: Mapping[str, ClassCounts], categorical: Sequence[Categorical]
     ) -> Meta:
-        """The contents of ``meta.json``."""
-        plan, names = self.transform.plan, [column.name for column in categorical]
-        own = fingerprint(directory, names, self.transform.rules())
-
-        # Later rows have the numbers that a model of the earlier ones takes.
-        dense, extends = plan.dense_names, tuple[EarlierData, ...]()
-        if self.earlier is not None:
-            dense, extends = self.earlier.meta.dense, self.earlier.meta.extended_by(own)
+        """The contents of ``meta.json``. Numbers that are left out are dropped from the plan."""
+        plan = self.transform.plan
         meta = Meta(
             label=plan.label,
             weight=plan.weight,
             weight_ratio=counts["train"].weight_ratio,
-            dense=dense,
+            # Later rows have the numbers that a model of the earlier ones takes.
+            dense=plan.dense_names if self.earlier is None else self.earlier.meta.dense,
             categorical=tuple(categorical),
             splits={name: own.split(f"{name}.parquet") for name, own in counts.items()},
             options=self.options,
             inputs=tuple(self.source.records()),
-            fingerprint=own,
-            extends=extends,
         )
-        if not meta.has_rows("train") or plan.hashed:  # of which `auto` chooses no size
-            return meta
-        paths = [directory / Meta.vocabulary_file(name) for name in meta.tables]
-        # The row number is the id.
-        counts_of_ids = (read_vocabulary(path, ["count"])["count"].to_numpy() for path in paths)
-        found = with_effects(directory, meta, counts_of_ids, plan.found_numbers)
-        if self.earlier is not None:
-            return replace(found, dense=meta.dense)
-        note_left_out(plan.found_numbers, found)
-        return found
+        if meta.has_rows("train") and not plan.hashed:  # of which `auto` chooses no size
+            paths = [directory / Meta.vocabulary_file(name) for name in meta.tables]
+            # The row number is the id.
+            ids = (read_vocabulary(path, ["count"])["count"].to_numpy() for path in paths)
+            found = with_effects(directory, meta, ids, plan.found_numbers)
+            if self.earlier is None:
+                note_left_out(plan.found_numbers, found)
+                self.transform.plan = plan.with_numbers(found.dense)
+            meta = found if self.earlier is None else replace(found, dense=meta.dense)
+
+        own = fingerprint(directory, [*meta.tables], self.transform.rules())
+        extends = () if self.earlier is None else self.earlier.meta.extended_by(own)
+        return replace(meta, fingerprint=own, extends=extends)
 
 
 def _require_usable(earlier: EarlierIds, output: Path) -> None:

@@ -20,8 +20,8 @@ RANGES, MERGED = 8, 2  # ranges of a number; so many are one where two numbers a
 ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thousands are tried
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance
 GAPS = 4.0  # standard deviations, of missing values
-MOST_CELLS, MOST_PRODUCTS = 1 << 24, 1 << 33  # of rows and numbers, and of rows and pairs
-MOST_NUMBERS = 2000  # of more, pairs are not looked at
+MOST_CELLS, MOST_PRODUCTS = 1 << 24, 1 << 31  # of rows and numbers, and of rows and pairs
+MOST_NUMBERS = 1000  # of more, pairs are not looked at
 
 Floats = NDArray[np.float64]
 

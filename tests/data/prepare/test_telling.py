@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -7,6 +5,7 @@ from pyarrow import parquet
 
 from dlrm.commands import prepare_table
 from dlrm.data.prepare.telling import FEW_NUMBERS, telling
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.workspace import OPTIONS_FILE
 from dlrm.data.schema import Meta
 
@@ -104,10 +103,13 @@ def test_copies_of_a_number_say_what_it_says():
     assert [at for at in range(MANY) if sure[at]] == [*range(10), 30, 37, 39]
 
 
-def test_later_rows_have_the_same_numbers(tmp_path):
+def test_later_rows_have_the_same_numbers_and_need_no_others(tmp_path):
     values, labels = numbers()
     meta = prepare(tmp_path, values, labels)
+    table = parquet.read_table(tmp_path / "t.parquet", columns=[*SAYS, "label"])
+    parquet.write_table(table, tmp_path / "fewer.parquet")
     options = ["--ids-of", str(tmp_path / "data"), "--output", str(tmp_path / "later")]
-    assert prepare_table.main([str(tmp_path / "t.parquet"), *options]) == 0
+    assert prepare_table.main([str(tmp_path / "fewer.parquet"), *options]) == 0
     assert Meta.read(tmp_path / "later").dense == meta.dense
-    assert json.dumps("x0") not in (tmp_path / "later" / OPTIONS_FILE).read_text()
+    assert Transform.load(tmp_path / "data").needed == SAYS
+    assert "  x0: drop\n" in (tmp_path / "data" / OPTIONS_FILE).read_text()
