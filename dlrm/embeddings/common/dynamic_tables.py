@@ -96,11 +96,10 @@ class DynamicTables(CountsIds, Embedding):
             )
 
         if cache_share is not None:
-            if evict == "score" or common.get("dtype") is not None:
+            if evict == "score":
                 raise ValueError(
-                    "rows of dynamic tables in host memory are fp32 or bf16, and are fetched ahead "
-                    "of the step, where scores are not known: leave out --dynamic.cache_share, or "
-                    "--dynamic.evict score and int8 or int4 rows"
+                    "rows of dynamic tables in host memory are fetched ahead of the step, where "
+                    "scores are not known: leave out --dynamic.cache_share or --dynamic.evict score"
                 )
             common["cache_share"] = cache_share
         slots = slots_of(num_embeddings, rows)
@@ -243,7 +242,6 @@ class DynamicTables(CountsIds, Embedding):
         trained = self.row_parts[0].weight.requires_grad
         if not (self.training and torch.is_grad_enabled() and trained):
             return self.local_rows(tables, ids)
-        begin_step(self.index)
         if context.gather_ids is None:
             return self._place(tables, ids, end)
         of_all, every, own = context.gather_ids(tables, ids)
@@ -254,19 +252,20 @@ class DynamicTables(CountsIds, Embedding):
         """Give rows to new ids ``[F, B]``, as a training step does; returns the row of each id
         within its table.
         """
-        begin_step(self.index)
         return self._place(self._tables[:, None], ids, None)
 
     @torch.no_grad()
-    def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
-        """Place ids in the step that has begun; returns the row of each in its table."""
+    def _place(
+        self, tables: Tensor, ids: Tensor, end: Tensor | None, *, begins: bool = True
+    ) -> Tensor:
+        """Place ids of a step, by default the first ones; returns the row of each in its table."""
         scores = self._given_scores
         if scores is not None and scores.shape != ids.shape:
             raise ValueError(
                 f"the scores have shape {tuple(scores.shape)} and the ids {tuple(ids.shape)}: give "
                 "set_clock one score for each look-up of the step, in one process"
             )
-        placed = place(self.index, self._num_shared, tables, ids, end=end)
+        placed = place(self.index, self._num_shared, tables, ids, end=end, begins=begins)
         if scores is not None:
             raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
 
@@ -322,7 +321,7 @@ class DynamicTables(CountsIds, Embedding):
                 part = weight[start : start + CHUNK]
                 ids = torch.arange(start, start + len(part), device=weight.device)
                 tables = torch.full_like(ids, table)
-                local = self._place(tables, ids, None)
+                local = self._place(tables, ids, None, begins=False)
                 own = local >= few
                 self._write(table, local[own], part[own])
                 placed[table].append(ids[own])

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.common.dynamic_tables import STATE
 from dlrm.kernels.dynamic.index import place
-from dlrm.kernels.dynamic.slot_index import SlotIndex, begin_step
+from dlrm.kernels.dynamic.slot_index import SlotIndex
 from dlrm.utils.bags import Bags
 from dlrm.utils.graph_recorder import RecordedByShape
 
@@ -73,6 +73,5 @@ class IndexAhead:
 def _place(
     index: SlotIndex, num_shared: Tensor, tables: Tensor, ids: Tensor, end: Tensor | None = None
 ) -> Tensor:
-    """Begin a step, and give its ids their rows."""
-    begin_step(index)
+    """Give the ids of a step their rows."""
     return place(index, num_shared, tables, ids, end=end).rows

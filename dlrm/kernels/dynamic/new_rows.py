@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tl, triton, use_triton
-from dlrm.kernels.dynamic._index import Lookups
+from dlrm.kernels.dynamic._find import Lookups
 from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm.kernels.dynamic import _index as kernels
+from dlrm.kernels.dynamic import _place as kernels
 from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix, scale, shift
 from dlrm.kernels.dynamic.scores import KEPT, priority, used
 from dlrm.kernels.dynamic.slot_index import EMPTY, LANES, ROUNDS, Placed, SlotIndex
@@ -118,7 +118,9 @@ def _take(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
 
 
 def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -> Tensor:
-    """One round: half of the empty slots of a bucket or, in the ``last`` one, any slots."""
+    """One round: half of the empty slots of a bucket; if there are none, or in the ``last`` round,
+    any slots.
+    """
     scores = index.scores.view(-1, LANES)
 
     def order(buckets: Tensor) -> Tensor:
@@ -141,7 +143,8 @@ def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -
     rank = torch.arange(len(own), device=ids.device) - begin[number]
     values, lanes = order(touched).sort(dim=1, stable=True)
     lane = rank.clamp(max=LANES - 1)
-    most = LANES if last else ((values < 0).sum(1)[number] + 1) // 2
+    empty = (values < 0).sum(1)[number]
+    most = torch.where((empty > 0) & (not last), (empty + 1) // 2, LANES)
     fits = (rank < most) & (values[number, lane] < KEPT.value)
 
     own, slot = own[fits], (sorted_bucket * LANES + lanes[number, lane])[fits]

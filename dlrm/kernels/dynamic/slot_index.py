@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dlrm.kernels.dynamic import _index as kernels
+from dlrm.kernels.dynamic import _find as kernels
 from dlrm.kernels.dynamic.scores import Eviction, Now
 
 LANES, EMPTY = kernels.LANES.value, kernels.EMPTY.value
@@ -116,7 +116,12 @@ def begin_step(index: SlotIndex) -> None:
     """Advance the step and the clock, and halve a part of the counts of ids without a slot."""
     index.time[0] += 1
     index.time[1] += index.time[2]
-    if index.admission.after > 1:  # each once in a half-life
+    age_sketch(index)
+
+
+def age_sketch(index: SlotIndex) -> None:
+    """Halve a part of the counts of ids without a slot: each once in a half-life."""
+    if index.admission.after > 1:
         cells = len(index.sketch)
         part = -(-cells // index.eviction.half_life)
         at = torch.arange(part, device=index.sketch.device) + index.time[0] * part

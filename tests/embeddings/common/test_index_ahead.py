@@ -7,12 +7,11 @@ import torch
 
 from dlrm.embeddings.common.index_ahead import IndexAhead
 from dlrm.kernels.dynamic.index import place
-from dlrm.kernels.dynamic.slot_index import Admission, SlotIndex, begin_step
+from dlrm.kernels.dynamic.slot_index import Admission, SlotIndex
 from dlrm.utils.bags import Bags
 
 
 def of_step(index, few, tables, ids):
-    begin_step(index)
     return place(index, few, tables, ids).rows
 
 
