@@ -41,7 +41,7 @@ def _sketch_cells(index, id, table, half):
 @triton.jit
 def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """Of each missing id, list one look-up."""
-    count = tl.load(work.counters)
+    count, salt = tl.load(work.counters), tl.load(index.time) * GOLDEN
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         m = start + tl.arange(0, BLOCK)
         live = m < count
@@ -53,9 +53,10 @@ def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
             tl.atomic_add(one, 1, mask=wanted, sem="relaxed")
             tl.atomic_add(other, 1, mask=wanted, sem="relaxed")
 
-        # The first look-up that gets the cell of its id, or the next free one, stands for it.
+        # The first look-up that gets the cell of its id, or the next free one, stands for it. No
+        # ids share a cell in all steps, and those of one bucket share none.
         claimant, pending = k, wanted
-        at = ((mix_triton(id + table * GOLDEN) >> 16) & (work.cells - 1)).to(tl.int32)
+        at = (mix_triton(mix_triton(id) + table + salt) & (work.cells - 1)).to(tl.int32)
         none = tl.full([BLOCK], -1, tl.int32)
         while tl.max(pending.to(tl.int32), 0) > 0:
             holder = tl.load(work.claims + at, mask=pending, other=0)
@@ -231,8 +232,8 @@ def fill(
         room = tl.where((empty > 0) & (number < ROUNDS - 1), (empty + 1) // 2, room)
 
         # Match ids and slots, each in ascending order, four at a time.
-        head, least = tl.where(own, j, -1), tl.full([BLOCK], SMALLEST, tl.int64)
-        length, given, most = tl.zeros([BLOCK], tl.int32), 0, 1
+        head, least = tl.where(own & (room > 0), j, -1), tl.full([BLOCK], SMALLEST, tl.int64)
+        length, given, most = own.to(tl.int32), 0, 1
         while given < most:
             one, k_one, two, k_two, three, k_three, four, k_four, found = _smallest(
                 work, head, least
