@@ -118,7 +118,6 @@ def make_sharding_plan(
         text += f"\nevery rank: {index * 1e-6:,.1f} MB, the index of dynamic tables"
     ways = {(False, False): "collectives", (True, False): "copies to peers", (True, True): "peers"}
     text += f"\nexchange by {ways[linked, peers]}"
-    text += ", of packed rows by copies" if peers and packed else ""
     return ShardingPlan(
         world=world, shards=shards, comm_dtype=narrow, peers=peers, linked=linked, text=text
     )

@@ -224,6 +224,11 @@ class SparseArch(nn.Module):
         """Whether peers read rows of tables in each other's memory."""
         return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether the processes that hold tables read each other's memory."""
+        return any(isinstance(g, ShardedTables) and g.reads_peers for g in self.groups)
+
     def sort(self, ids: Tensor) -> list[SortedLookups]:
         """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``.
 
