@@ -179,10 +179,10 @@ def write_tsv(directory: Path, job: Job) -> Written:
 
     Returns the same as :func:`~dlrm.data.synthetic.writers.write_parquet`.
     """
-    tokens = Tokens(job.generator, job.seed)
+    tokens, splits = Tokens(job.generator, job.recipe.seed), job.recipe.splits()
     chunks = [
         (split, range(start, min(start + GROUP_ROWS, rows.stop)))
-        for split, rows in job.splits.items()
+        for split, rows in splits.items()
         for start in range(rows.start, rows.stop, GROUP_ROWS)
     ]
 
@@ -190,14 +190,14 @@ def write_tsv(directory: Path, job: Job) -> Written:
         rows = job.generator.rows(chunk[1].start, chunk[1].stop)
         return _tsv(rows, tokens), tally(rows)
 
-    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in job.splits}
+    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
     with open(directory / TSV_FILE, "wb") as file:
-        results = map_in_order(encode, chunks, job.threads)
+        results = map_in_order(encode, chunks, job.recipe.threads)
         for (split, rows), (text, added) in zip(chunks, results, strict=True):
             file.write(text)
             counts[split] += added
             job.progress(len(rows))
-    return {split: split_of([TSV_FILE], counts[split]) for split in job.splits}, counts
+    return {split: split_of([TSV_FILE], counts[split]) for split in splits}, counts
 
 
 class Tokens:

@@ -215,6 +215,12 @@ def read_split(directory: Path, split: str) -> pd.DataFrame:
     return pd.concat([pd.read_parquet(directory / file) for file in files])
 
 
+def read_values(directory: Path, column: str) -> list[str | None]:
+    """The value of each id of a column of a prepared directory."""
+    values = pq.read_table(directory / Meta.vocabulary_file(column))["value"].to_pylist()
+    return list(values)
+
+
 def read_splits(directory: Path) -> dict[str, pa.Table]:
     """The rows of a prepared directory."""
     return {split: pq.read_table(directory / f"{split}.parquet") for split in SPLITS}

@@ -197,6 +197,7 @@ def test_a_table_may_have_an_odd_shape(frame, change):
         (None, {"columns": {"usr": "category"}}, "usr"),
         (None, {"validation": 1.5}, "validation is 1.5, it must be at least 0 and below 1"),
         (None, {"data": "x"}, "data is no option of fit: give the rows"),
+        (None, {"checkpoint": False}, "checkpoint is no option of fit: the best one is the model"),
         (
             None,
             {"label": pd.Series([0, 1])},

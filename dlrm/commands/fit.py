@@ -38,6 +38,7 @@ OWN = {
     "data": "give the rows, files or prepared directory as the first argument",
     "resume": "use dlrm train --resume",
     "dry_run": "use dlrm train --dry_run",
+    "checkpoint": "the best one is the model that it returns",
 }
 """Options of training that the function sets itself, and what to do instead."""
 

@@ -15,9 +15,8 @@ from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .codes import label_rule, labels, split_codes
 from .columns import SPLIT, ColumnPlan, Feature
-from .keys import hex_keys, modulo
+from .keys import hash_values, hex_keys, modulo
 from .numbers import Scaling
-from .text_hashes import hash_values, plain_bools
 from .values import (
     MISSING_TIME,
     as_texts,
@@ -133,7 +132,9 @@ def categories(
     array = encoded(array, name)
     indices, values = array.indices, as_texts(array.dictionary, name)
     values = pc.if_else(pc.is_in(values, pa.array(missing, values.type)), "", values)
-    indices, values = _without_nulls(indices, plain_bools(values))
+    bools = pc.is_in(values, pa.array(["True", "False"], values.type))  # in a CSV of pandas
+    values = pc.if_else(bools, pc.utf8_lower(values), values)
+    indices, values = _without_nulls(indices, values)
     if buckets is not None:
         values = hash_values(values, buckets)
     return pa.DictionaryArray.from_arrays(indices.cast(pa.int32()), values)

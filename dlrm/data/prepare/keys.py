@@ -1,4 +1,5 @@
-"""The distinct values of a column, merged from the dictionaries of its blocks, with their counts.
+"""The distinct values of a column, merged from the dictionaries of its blocks, with their counts;
+integer keys of hex digits, and hashes of texts, which are the same on every machine.
 
 Values are texts, merged by hashing, or integer keys of up to 8 hex digits, merged by sorting:
 Criteo's columns have hundreds of millions of such values, which take a third of the memory of
@@ -15,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+from ..schema import HASHED
 
 MISSING = -1
 """Key of a missing value; the key of any other value is the value itself, 0 .. 2**32 - 1."""
@@ -105,3 +108,54 @@ def sort_keys(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.in
     ordered = packed.view(np.int64)
     ordered += MISSING
     return ordered, position
+
+
+def hash_values(values: pa.Array, buckets: int) -> pa.Array:
+    """The bucket of each text, as text; a missing value, "", stays one."""
+    hashed = hash_texts(values) % np.uint64(buckets)
+    return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
+
+
+def hashed_ids(values: pa.Array) -> NDArray[np.int64]:
+    """The id of each value where ids are hashes, in ``[0, 2^63 - 1)``: texts, or the integer keys
+    of hex digits, which are hashes already."""
+    if pa.types.is_integer(values.type):
+        keys = values.to_numpy()
+        return np.where(keys == MISSING, 1 << 32, keys)
+    return (hash_texts(values.cast(pa.large_string())) % np.uint64(HASHED)).astype(np.int64)
+
+
+class DistinctIds:
+    """Estimates how many different ids there were, within a few per cent, in bounded memory.
+
+    Reference:
+        Bar-Yossef et al., "Counting Distinct Elements in a Data Stream", RANDOM 2002.
+    """
+
+    MOST = 4096  # hashes that are kept, the smallest ones
+
+    def __init__(self) -> None:
+        self._smallest = np.empty(0, np.uint64)
+
+    def add(self, ids: NDArray[np.int64]) -> None:
+        """Add ids, in any order."""
+        hashes = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xFF51AFD7ED558CCD)
+        if len(self._smallest) == self.MOST:
+            hashes = hashes[hashes < self._smallest[-1]]
+        self._smallest = np.unique(np.concatenate([self._smallest, hashes]))[: self.MOST]
+
+    @property
+    def count(self) -> int:
+        """The number of different ids: exact if there were few."""
+        if len(self._smallest) < self.MOST:
+            return len(self._smallest)
+        return round((self.MOST - 1) * 2**64 / int(self._smallest[-1]))
+
+
+def hash_texts(values: pa.Array) -> NDArray[np.uint64]:
+    """SipHash of each text with the fixed key of :func:`pandas.util.hash_array`."""
+    import pandas as pd  # which takes a third of a second, and hashing is rare
+
+    objects = values.to_numpy(zero_copy_only=False).astype(object)
+    return pd.util.hash_array(objects, categorize=False)

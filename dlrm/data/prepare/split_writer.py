@@ -17,10 +17,10 @@ from ...utils.messages import listing, print_error
 from ..parquet import column_limits
 from ..schema import HASHED, SPLITS, Categorical
 from ..threads import map_in_order
+from .keys import DistinctIds
 from .learner import Learner
 from .rates import append_rates
 from .spill import SpilledBlock, progress_bar
-from .text_hashes import DistinctIds
 from .vocabulary import ZSTD
 
 ROW_GROUP_ROWS = 1 << 17

@@ -33,11 +33,11 @@ from .criteo_rows import criteo_plan, open_log
 from .files import RawFile, no_header_hint, open_files, require_one_table, without_empty
 from .infer import json_types, read_types
 from .input_paths import find_files
+from .keys import hashed_ids
 from .numbers import Scaling, bucket_names, bucket_numbers
 from .rates import Rates, append_rates
 from .table_rows import FilePart, TableRows, map_parts
 from .text_blocks import BLOCK_BYTES
-from .text_hashes import hashed_ids
 from .vocabulary import Vocabulary
 from .workspace import TRANSFORM_FILE
 

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from ...utils.atomic import atomic_write
 from ..parquet import reason, whole_table
-from .keys import hex_keys, hex_strings, sort_keys
-from .text_hashes import hash_texts
+from .keys import hash_texts, hex_keys, hex_strings, sort_keys
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
 # Both are far faster than a loader needs, so take the smaller one.

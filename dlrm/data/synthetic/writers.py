@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from dlrm.data.schema import Categorical, Split
-from dlrm.data.synthetic.generator import GeneratedRows, Generator
+from dlrm.data.synthetic.generator import GeneratedRows, Generator, Recipe
 from dlrm.data.synthetic.label_model import BINS
 from dlrm.data.synthetic.multi_hot import (
     group_rows,
@@ -26,20 +26,20 @@ FILE_GROUPS = 8  # row groups of a Parquet file
 Progress = Callable[[int], object]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
-    """The rows to write."""
+    """The rows to write: all that the recipe of the generator says."""
 
     generator: Generator
-    splits: Mapping[str, range]
-    """The rows of each."""
     tables: Sequence[Categorical]
     """The columns of ids; some may have bags."""
-    seed: int
-    threads: int
-    """Files or chunks made at a time."""
     progress: Progress
     """Called with the number of rows just written."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The options of the data set."""
+        return self.generator.recipe
 
 
 Written = tuple[dict[str, Split], dict[str, np.ndarray]]
@@ -52,23 +52,23 @@ def write_parquet(directory: Path, job: Job) -> Written:
     Returns the splits by name, and for each the number of rows by label and true probability, ``[2,
     BINS]``.
     """
-    size = group_rows(job.tables) * FILE_GROUPS
+    size, splits = group_rows(job.tables) * FILE_GROUPS, job.recipe.splits()
     parts = [
         (split, f"{split}-{number:05d}.parquet", range(start, min(start + size, rows.stop)))
-        for split, rows in job.splits.items()
+        for split, rows in splits.items()
         for number, start in enumerate(range(rows.start, max(rows.stop, rows.start + 1), size))
     ]
 
     def write(part: tuple[str, str, range]) -> np.ndarray:
         return _write_file(directory / part[1], part[2], job)
 
-    files: dict[str, list[str]] = {split: [] for split in job.splits}
-    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in job.splits}
-    results = map_in_order(write, parts, job.threads)
+    files: dict[str, list[str]] = {split: [] for split in splits}
+    counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
+    results = map_in_order(write, parts, job.recipe.threads)
     for (split, file, _), added in zip(parts, results, strict=True):
         files[split].append(file)
         counts[split] += added
-    return {split: split_of(files[split], counts[split]) for split in job.splits}, counts
+    return {split: split_of(files[split], counts[split]) for split in splits}, counts
 
 
 def _write_file(path: Path, rows: range, job: Job) -> np.ndarray:
@@ -91,7 +91,7 @@ def _write_file(path: Path, rows: range, job: Job) -> np.ndarray:
             arrays = [pa.array(made.labels.cpu().numpy())]
             arrays += [pa.array(column) for column in generator.transformed(made).cpu().numpy()]
             arrays += [
-                id_array(ids, table, feature=feature, seed=job.seed)
+                id_array(ids, table, feature=feature, seed=job.recipe.seed)
                 for feature, (ids, table) in enumerate(zip(made.ids, tables, strict=True))
             ]
 

@@ -14,7 +14,8 @@ from dlrm.data.prepare.criteo_rows import criteo_plan, open_log
 from dlrm.data.prepare.infer import read_types
 from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.values import NUMBER_MISSING
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from tests.kit import read_values
 
 Row = tuple[int, list[float], list[int | None]]
 HEX = "0123456789abcdefABCDEF"
@@ -64,8 +65,7 @@ def prepared_rows(directory: Path) -> list[Row]:
     table = pq.read_table(directory / "train.parquet")
     columns: list[Sequence[object]] = []
     for name in CRITEO_CATEGORICAL:
-        values = pq.read_table(directory / Meta.vocabulary_file(name))["value"].to_pylist()
-        keys = [int(value, 16) if value else None for value in values]
+        keys = [int(value, 16) if value else None for value in read_values(directory, name)]
         columns.append([keys[index] for index in table[name].to_pylist()])
     dense = zip(*(table[name].to_pylist() for name in CRITEO_DENSE), strict=True)
     ids = zip(*columns, strict=True)

@@ -16,9 +16,10 @@ from dlrm.data.prepare import infer
 from dlrm.data.prepare.column_options import read_options
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.transform import Transform
-from tests.kit import plan_rows, prepare_rows, write_rows
+from tests.kit import plan_rows, prepare_rows, read_values, write_rows
 
 GOOD = ["label,price,city"] + [f"{i % 2},{i}.5,{'abc'[i % 3]}" for i in range(300)]
+CUT = gzip.compress("\n".join(GOOD).encode())[:-20]
 
 
 def prepare(inputs, tmp_path, block_bytes=1000, **options):
@@ -79,8 +80,7 @@ def test_ordinary_quotes_within_fields(tmp_path):
     path = write(tmp_path / "rows.csv", lines)
     meta = prepare(path, tmp_path, split={"train": 1, "val": 0, "test": 0})
     assert meta.splits["train"].rows == 302
-    values = pq.read_table(tmp_path / "out" / "vocabulary" / "city.parquet")["value"].to_pylist()
-    assert {'5" pipe', "a\nb"} <= set(values)
+    assert {'5" pipe', "a\nb"} <= {*read_values(tmp_path / "out", "city")}
     path = write(tmp_path / "bad.csv", [*lines[:100], '1,2.5,"two\nlines, ""x"""', "1,x,a"])
     with pytest.raises(ValueError, match="row 101, column 'price': 'x'"):
         prepare_rows(path, tmp_path / "bad")
@@ -120,51 +120,33 @@ def test_columns_of_json_lines_can_be_left_out(tmp_path, monkeypatch):
         prepare_rows(path, tmp_path / "more", {"columns": given})
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("")
-    with pytest.raises(ValueError, match=r"rows.csv is empty"):
-        prepare(path, tmp_path)
-    write(path, GOOD[:1])
-    with pytest.raises(ValueError, match=r"rows.csv has no rows"):
-        prepare(path, tmp_path)
-    whole = gzip.compress("\n".join(GOOD * 50).encode())
-    (tmp_path / "cut.csv.gz").write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"cut.csv.gz: .* damaged or cut off before byte "):
-        prepare(tmp_path / "cut.csv.gz", tmp_path)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"x.parquet is not a complete Parquet file"):
-        prepare(tmp_path / "x.parquet", tmp_path)
+def test_inputs_that_are_no_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\*.csv: no such file, directory"):
         prepare(str(tmp_path / "none*.csv"), tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is no file, and files are read several times; wr"):
         prepare(tmp_path / "pipe", tmp_path)
+    path = write(tmp_path / "rows.csv", GOOD)
     with pytest.raises(ValueError, match="is given more than once"):
-        prepare([write(path, GOOD), path], tmp_path)
+        prepare([path, path], tmp_path)
 
 
-def test_columns_that_are_not_as_they_should_be(tmp_path):
-    path = write(tmp_path / "a.csv", GOOD)
-    with pytest.raises(ValueError, match=r"a.csv has no label 'clicked'"):
-        prepare(path, tmp_path, label="clicked")
-    other = write(tmp_path / "b.csv", ["label,price,town", "1,2,a"])
-    with pytest.raises(ValueError, match=r"b.csv has no column 'city', but .*a.csv has one"):
-        prepare([path, other], tmp_path)
-    more = write(tmp_path / "c.csv", ["label,price,city,more", "1,2,a,b"])
-    with pytest.raises(ValueError, match=r"a.csv has no column 'more', but .*c.csv has one"):
-        prepare([path, more], tmp_path)
-    twice = write(tmp_path / "d.csv", ["label,price,price", "1,2,a"])
-    with pytest.raises(ValueError, match=r"d.csv has 2 columns named 'price'"):
-        prepare(twice, tmp_path)
-    bare = write(tmp_path / "one.csv", ["price", "1.5"])
-    with pytest.raises(ValueError, match=r"has no label 'label'; valid: price; name it with --l"):
-        prepare(bare, tmp_path)
-    with pytest.raises(ValueError, match="no column is a category or list"):
-        prepare(path, tmp_path, columns={"city": "drop", "price": "drop"})
-    bare = write(tmp_path / "e.csv", ["1,2.5,7", "0,3.5,8"])
-    with pytest.raises(ValueError, match=r"first line holds numbers .* list them with names:"):
-        prepare(bare, tmp_path)
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ([GOOD], {"label": "clicked"}, r"0.csv has no label 'clicked'"),
+        ([GOOD, ["label,price,town", "1,2,a"]], {}, r"1.csv has no column 'city', but .*0.csv has"),
+        ([GOOD, ["label,price,city,x", "1,2,a,b"]], {}, r"0.csv has no column 'x', but .*1.csv ha"),
+        ([["label,price,price", "1,2,a"]], {}, r"0.csv has 2 columns named 'price'"),
+        ([["price", "1.5"]], {}, r"has no label 'label'; valid: price; name it with --l"),
+        ([GOOD], {"columns": {"city": "drop", "price": "drop"}}, "no column is a category or list"),
+        ([["1,2.5,7", "0,3.5,8"]], {}, r"first line holds numbers .* list them with names:"),
+    ],
+)
+def test_columns_that_are_not_as_they_should_be(tmp_path, files, options, message):
+    paths = [write(tmp_path / f"{i}.csv", lines) for i, lines in enumerate(files)]
+    with pytest.raises(ValueError, match=message):
+        plan_rows(paths, **options)
 
 
 def test_no_column_is_dropped_silently(tmp_path, capsys):
@@ -300,6 +282,10 @@ def test_a_quote_that_is_never_closed(tmp_path, rest, end):
 @pytest.mark.parametrize(
     ("name", "start", "text"),
     [
+        ("rows.csv", b"", "rows.csv is empty"),
+        ("rows.csv", f"{GOOD[0]}\n".encode(), "rows.csv has no rows"),
+        ("a.csv.gz", CUT, r"a.csv.gz: .* damaged or cut off before byte "),
+        ("x.parquet", b"PAR1", "x.parquet is not a complete Parquet file"),
         ("rows.csv.bz2", b"BZh91AY", "is packed with bzip2; unpack it"),
         ("a.csv", "a,b".encode("utf-16"), r"a.csv is UTF-16; convert it .* iconv -f UTF-16"),
         ("a.csv", "\ufeffa,b".encode("utf-16-be"), "a.csv is UTF-16; convert it"),
@@ -339,8 +325,10 @@ def test_two_colons_are_a_delimiter(tmp_path, given):
     path.write_text("\n".join(["user::title::label", *rows]) + "\n")
     _, plan = prepare_rows(path, tmp_path / "out", given)
     assert [column.kind for column in plan.columns] == ["category", "category", "label"]
-    values = pq.read_table(tmp_path / "out" / "vocabulary" / "title.parquet")["value"].to_pylist()
-    assert set(values) == {None, *(f'"Great, {i}" (1995)' for i in range(3))}
+    assert {*read_values(tmp_path / "out", "title")} == {
+        None,
+        *(f'"Great, {i}" (1995)' for i in range(3)),
+    }
     path.write_text(path.read_text() + "7::x\n")
     with pytest.raises(ValueError, match=r"2 fields, a row has 3: '7::x'; .* the delimiter '::'"):
         prepare_rows(path, tmp_path / "more", given)

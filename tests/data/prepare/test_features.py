@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from dlrm.data.prepare import numbers
+from dlrm.data.prepare.keys import DistinctIds
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.raw_rows import as_batch
-from dlrm.data.prepare.text_hashes import DistinctIds
 from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import SPLITS, Meta
-from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, write_rows
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, read_values, write_rows
 
 NAN = float("nan")
 
@@ -150,8 +150,7 @@ def test_the_hour_is_that_of_the_place(tmp_path):
     time = pa.array(["2024-01-01T10:00:00", "2024-07-01T10:00:00"]).cast(pa.timestamp("s"))
     time = time.cast(pa.timestamp("s", "UTC")).cast(pa.timestamp("s", "Europe/Berlin"))
     prepare(tmp_path, {"label": [0, 1], "when": time}, **ALL_TRAIN)
-    found = pq.read_table(tmp_path / "out" / "vocabulary" / "when_hour.parquet")
-    assert found["value"].to_pylist() == ["11", "12", None]
+    assert read_values(tmp_path / "out", "when_hour") == ["11", "12", None]
 
     # Later rows count by the same clock, however they are written.
     transform = Transform.load(tmp_path / "out")
@@ -176,8 +175,7 @@ def test_forms_of_times(tmp_path, options, texts, days):
     columns = {"label": [0, 1], "when": texts}
     options = {"when": {"kind": "time", "parts": ["weekday", "age"], **options}}
     table = prepare(tmp_path, columns, columns=options, **ALL_TRAIN)["train"]
-    names = pq.read_table(tmp_path / "out" / "vocabulary" / "when_weekday.parquet")["value"]
-    assert names.to_pylist() == [*days, None]
+    assert read_values(tmp_path / "out", "when_weekday") == [*days, None]
     assert table["when_age"][1].as_py() == 0
     assert table["when_age"][0].as_py() == pytest.approx(np.log1p(1), abs=0.03)
 
@@ -326,8 +324,7 @@ def test_types_that_extend_others(tmp_path):
     prepare(tmp_path, columns, **ALL_TRAIN)
     wanted = {"key": {str(key), ""}, "flag": {"0", "1"}, "digest": {"ff00", "6f6b"}}
     for name, values in wanted.items():
-        vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / f"{name}.parquet")
-        assert set(vocabulary["value"].to_pylist()) == values | {None}
+        assert {*read_values(tmp_path / "out", name)} == values | {None}
     cut = pa.array(pd.cut([0.0, 1.0], 2))
     assert as_batch(pa.table({"x": cut})).schema.types[0].num_fields == 2
 
@@ -512,7 +509,7 @@ def test_lists_that_are_written_as_texts(tmp_path, texts, separator):
     path = write_rows(tmp_path / "rows.jsonl", columns)
     _, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
     assert [(c.kind, c.options.separator) for c in plan.columns[1:]] == [("list", separator)]
-    values = pq.read_table(tmp_path / "out" / "vocabulary" / "tags.parquet")["value"].to_pylist()
+    values = read_values(tmp_path / "out", "tags")
     ids = pq.read_table(tmp_path / "out" / "train.parquet")["tags"].to_pylist()
     found = [[values[i] for i in row] for row in ids[:4]]
     assert found == [["1"], [], ["1", "20"], ["1", "20", "3"]]

@@ -13,7 +13,7 @@ from dlrm.data.prepare.column_options import yaml_line
 from dlrm.data.prepare.infer import ColumnsError
 from dlrm.data.prepare.kinds import find_kind
 from dlrm.data.prepare.plan_summary import format_plan
-from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, write_rows
+from tests.kit import ALL_TRAIN, plan_rows, prepare_rows, read_splits, read_values, write_rows
 
 
 def csv(path, **columns):
@@ -29,8 +29,7 @@ def test_ids_of_64_bits_are_no_numbers(tmp_path):
     path = csv(tmp_path / "rows.csv", key=ids, price=[1e20 / 3] * 200)
     _, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
     assert plan.columns[2].kind == "category"
-    values = pq.read_table(tmp_path / "out" / "vocabulary" / "key.parquet")["value"].to_pylist()
-    assert set(values) == {None, *map(str, ids)}
+    assert {*read_values(tmp_path / "out", "key")} == {None, *map(str, ids)}
 
 
 def test_what_a_column_is_of_no_use_for_is_said():
@@ -136,8 +135,7 @@ def test_numbers_with_the_format_of_a_time(tmp_path, form):
     split |= {"test_from": "2014-10-27 12:00"}
     meta, _ = prepare_rows(path, tmp_path / "out", {"columns": own, "split": split})
     assert [meta.splits[name].rows for name in ("train", "val", "test")] == [176, 12, 12]
-    values = pq.read_table(tmp_path / "out" / "vocabulary" / "hour_hour.parquet")["value"]
-    assert {f"{hour:02}" for hour in range(24)} <= set(values.to_pylist())
+    assert {f"{hour:02}" for hour in range(24)} <= {*read_values(tmp_path / "out", "hour_hour")}
     ages = pq.read_table(tmp_path / "out" / "train.parquet")["hour_age"].to_numpy()
     assert np.exp(ages.max()) == pytest.approx(1 + 5 + 23 / 24, abs=1e-3)
 

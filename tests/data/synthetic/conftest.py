@@ -1,14 +1,12 @@
 """A generator of Kaggle's size, rows of it, and the demo data, made once."""
 
 import pytest
-import torch
 
 from dlrm.data import synthetic
 from dlrm.data.synthetic.distributions import profiles
-from dlrm.data.synthetic.generator import Generator
+from dlrm.data.synthetic.generator import Generator, Recipe
 
 KAGGLE = profiles()["kaggle"]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
@@ -16,8 +14,7 @@ def generator():
     """Makes a generator of rows, of Kaggle's columns unless others are given."""
 
     def make(rows, categorical=KAGGLE.categorical, dense=KAGGLE.dense, **options):
-        options = {"seed": 0, "auc": 0.8, "positives": 0.256, "device": CPU} | options
-        return Generator(dense, categorical, rows=rows, **options)
+        return Generator(dense, categorical, Recipe(rows=rows, device="cpu", **options))
 
     return make
 
