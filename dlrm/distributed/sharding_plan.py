@@ -200,7 +200,7 @@ def _sharding_types(
     types, plan = [], spec["plan"]
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
-        elsewhere = options.get("cache_share") is not None or (options.get("pieces") or 1) > 1
+        elsewhere = options.get("cache_share") is not None or bool(options.get("pieces"))
         whole = ""  # what can't be sharded
         if kind not in SHARDED:
             whole = f"tables of kind {kind}"

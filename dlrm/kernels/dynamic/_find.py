@@ -7,11 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dlrm.kernels import tl, triton
-from dlrm.kernels.dynamic.hashing import GOLDEN, mix_triton, scale_triton
+from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix_triton, scale_triton
 from dlrm.kernels.dynamic.scores import used_triton
 from dlrm.kernels.lists import append
 
 LANES = tl.constexpr(32)  # slots of a bucket
+SEED = tl.constexpr(0x5851F42D4C957F2D)  # of the draw of an admission by chance
 EMPTY = GOLDEN  # stands for no id; the id of this number never gets a slot
 SPARE = tl.constexpr(1 << 14)  # cells to swap in without a claim
 COUNTERS = tl.constexpr(8)  # 1 + rounds, rounded up to a power of two
@@ -28,6 +29,8 @@ class Lookups(NamedTuple):
     n: int
     end: Tensor | None
     """How many of them there are, ``[1]``; None: ``n``."""
+    salts: Tensor | None
+    """See :class:`~dlrm.kernels.dynamic.slot_index.SlotIndex`."""
 
 
 class Work(NamedTuple):
@@ -71,7 +74,10 @@ def begin(index, work, BEGINS: tl.constexpr):
 def load_lookups(lookups, k, inside):
     """The ids and tables of look-ups."""
     id = tl.load(lookups.ids + k, mask=inside, other=0).to(tl.int64)
-    return id, tl.load(lookups.tables + k // lookups.repeat, mask=inside, other=0)
+    table = tl.load(lookups.tables + k // lookups.repeat, mask=inside, other=0)
+    if lookups.salts is not None:
+        id ^= tl.load(lookups.salts + table, mask=inside, other=0)
+    return id, table
 
 
 @triton.jit
@@ -128,7 +134,17 @@ def local_row(index, num_shared, slot, id, table, inside):
 
 
 @triton.jit
-def find(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+def drawn(index, id, table, limit):
+    """Which ids may have a slot by chance."""
+    draw = mix_triton(mix_triton(id ^ SEED) + table + tl.load(index.time) * GOLDEN)
+    return (draw & LOW) < limit
+
+
+@triton.jit
+def find(
+    index, num_shared, lookups, work, rows, limit, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
+    CHANCE: tl.constexpr,
+):  # fmt: skip
     """The row of each look-up within its table. In a step, score slots, and list missing ids."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, live = k < lookups.n, _live(lookups, k)
@@ -147,5 +163,11 @@ def find(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr, EVICTION: 
         new = used_triton(score, step, clock, EVICTION)
         tl.store(index.scores + slot, new, mask=found & (new != score))
         missing = live & ~found
+        if CHANCE:  # those that wait need no more
+            waiting = missing & (id != EMPTY) & ~drawn(index, id, table, limit)
+            missing &= ~waiting
+            number = tl.sum(waiting.to(tl.int64), 0)
+            tl.atomic_add(index.counts, -number, mask=number > 0, sem="relaxed")  # not found
+            tl.atomic_add(index.counts + 3, number, mask=number > 0, sem="relaxed")
         if tl.max(missing.to(tl.int32), 0) > 0:
             tl.store(work.missing + append(work.counters, missing), k, mask=missing)

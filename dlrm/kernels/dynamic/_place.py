@@ -16,15 +16,15 @@ from dlrm.kernels.dynamic._find import (
     LANES,
     SPARE,
     buckets_of,
+    drawn,
     load_lookups,
     local_row,
     slots_of,
 )
-from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix_triton
+from dlrm.kernels.dynamic.hashing import GOLDEN, mix_triton
 from dlrm.kernels.dynamic.scores import KEPT, priority_triton, used_triton
 from dlrm.kernels.lists import append
 
-SEED = tl.constexpr(0x5851F42D4C957F2D)  # of the draw of an admission by chance
 ENOUGH = tl.constexpr(12)  # empty slots with which an id takes its first bucket
 NOT_PLACED, WAITING = tl.constexpr(-1), tl.constexpr(-2)
 SMALLEST, LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
@@ -104,8 +104,7 @@ def _admitted(
         first = tl.load(one, mask=wanting, other=0)
         admitted &= tl.minimum(first, tl.load(other, mask=wanting, other=0)) >= AFTER
     if CHANCE:
-        draw = mix_triton(mix_triton(id ^ SEED) + table + tl.load(index.time) * GOLDEN)
-        admitted &= (draw & LOW) < limit
+        admitted &= drawn(index, id, table, limit)
     return admitted
 
 
@@ -191,7 +190,7 @@ def _smallest(work, head, least):
 
 
 @triton.jit
-def _give(index, work, bucket, key, id, k, score, on):
+def _give(index, lookups, work, bucket, key, id, k, score, on):
     """Give the first slot of each bucket to an id; returns the keys of the others, and whether an
     id left.
     """
@@ -199,6 +198,9 @@ def _give(index, work, bucket, key, id, k, score, on):
     slot = bucket * LANES + first % LANES
     tl.store(index.ids + slot, id, mask=on)
     tl.store(index.scores + slot, score, mask=on)
+    if index.columns is not None:
+        table = tl.load(lookups.tables + k // lookups.repeat, mask=on, other=0)
+        tl.store(index.columns + slot, table.to(index.columns.dtype.element_ty), mask=on)
     tl.store(work.status + k, slot.to(tl.int32), mask=on)
     key = tl.where(key == first[:, None], 2**31 - 1, key)
     return key, (on & (first >= LANES)).to(tl.int32)  # not an empty one
@@ -206,7 +208,8 @@ def _give(index, work, bucket, key, id, k, score, on):
 
 @triton.jit
 def fill(
-    index, work, number, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr
+    index, lookups, work, number, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):  # fmt: skip
     """Give slots of each chosen bucket to the ids of its list, in ascending order."""
     lane = tl.arange(0, LANES)[None, :]
@@ -240,13 +243,17 @@ def fill(
             )
             length = tl.maximum(length, found)
             placed = tl.minimum(tl.minimum(length, LANES), room)
-            key, left = _give(index, work, bucket, key, one, k_one, score, given < placed)
+            on = given < placed
+            key, left = _give(index, lookups, work, bucket, key, one, k_one, score, on)
             evicted += left
-            key, left = _give(index, work, bucket, key, two, k_two, score, given + 1 < placed)
+            on = given + 1 < placed
+            key, left = _give(index, lookups, work, bucket, key, two, k_two, score, on)
             evicted += left
-            key, left = _give(index, work, bucket, key, three, k_three, score, given + 2 < placed)
+            on = given + 2 < placed
+            key, left = _give(index, lookups, work, bucket, key, three, k_three, score, on)
             evicted += left
-            key, left = _give(index, work, bucket, key, four, k_four, score, given + 3 < placed)
+            on = given + 3 < placed
+            key, left = _give(index, lookups, work, bucket, key, four, k_four, score, on)
             evicted += left
             inserted += tl.minimum(tl.maximum(placed - given, 0), 4)
             given, most, least = given + 4, tl.max(placed, 0), four + 1
@@ -269,7 +276,7 @@ def further_rounds(
         for number in range(1, ROUNDS):
             choose(index, lookups, work, 0, 0, number, False, BLOCK, EVICTION, 1, False)
             tl.debug_barrier()
-            fill(index, work, number, ROUNDS, LISTS, EVICTION)
+            fill(index, lookups, work, number, ROUNDS, LISTS, EVICTION)
             tl.debug_barrier()
 
 

@@ -1,8 +1,9 @@
 """An index from ids of 64 bits to slots, which admits, places and evicts ids in a training step.
 
-Each table has buckets of its own, of 32 slots. An id may be in two of them, which its hash chooses:
-so at 0.9 of the capacity one id in 200,000 does not fit. A look-up reads the ids of one bucket, or
-of both. A slot is 8 bytes for the id and 4 for its score (:mod:`dlrm.kernels.dynamic.scores`).
+Each table has buckets of its own, of 32 slots, or several tables share them: then their ids must
+differ. An id may be in two of them, which its hash chooses: so at 0.9 of the capacity one id in
+200,000 does not fit. A look-up reads the ids of one bucket, or of both. A slot is 8 bytes for the
+id and 4 for its score (:mod:`dlrm.kernels.dynamic.scores`).
 
 The new ids of a step are placed in a few rounds. In each, an id chooses between its buckets as they
 were before the round: the first one while that has 12 empty slots, so that most look-ups find their
@@ -65,7 +66,8 @@ def find_rows(
     """
     if not use_triton(ids, impl):
         return find_rows_torch(index, num_shared, tables, ids)
-    lookups, rows = lookups_of(tables, ids, None), torch.empty_like(ids, dtype=torch.int64)
+    lookups = lookups_of(tables, ids, None, index.salts)
+    rows = torch.empty_like(ids, dtype=torch.int64, memory_format=torch.contiguous_format)
     if lookups.n:
         _find(index, num_shared, lookups, None, rows)
     return rows
@@ -96,7 +98,8 @@ def place(
             begin_step(index)
         return place_torch(index, num_shared, tables, ids, end)
 
-    lookups, rows = lookups_of(tables, ids, end), torch.empty_like(ids, dtype=torch.int64)
+    lookups = lookups_of(tables, ids, end, index.salts)
+    rows = torch.empty_like(ids, dtype=torch.int64, memory_format=torch.contiguous_format)
     work = _new_work(lookups.n, len(index.ids) // LANES, ids.device)
     placed = Placed(rows, work.new, work.counters[1:2])
     if not lookups.n:
@@ -122,7 +125,8 @@ def place(
             BLOCK=BLOCK, EVICTION=eviction, AFTER=admission.after, CHANCE=admission.chance < 1,
         )  # fmt: skip
         kernels.fill[lists](
-            arrays, work, number, ROUNDS=ROUNDS, BLOCK=LISTS, EVICTION=eviction, num_warps=1
+            arrays, lookups, work, number,
+            ROUNDS=ROUNDS, BLOCK=LISTS, EVICTION=eviction, num_warps=1,
         )  # fmt: skip
     if few:
         kernels.further_rounds[1,](
@@ -136,9 +140,10 @@ def place(
 def _find(
     index: SlotIndex, num_shared: Tensor, lookups: Lookups, work: Work | None, rows: Tensor
 ) -> None:
+    admission = index.admission
     find[triton.cdiv(lookups.n, FOUND),](
-        _arrays(index), num_shared, lookups, work, rows,
-        BLOCK=FOUND, EVICTION=index.eviction, num_warps=1,
+        _arrays(index), num_shared, lookups, work, rows, admission.limit, BLOCK=FOUND,
+        EVICTION=index.eviction, CHANCE=admission.chance < 1 and admission.after == 1, num_warps=1,
     )  # fmt: skip
 
 
@@ -147,12 +152,14 @@ def _arrays(index: SlotIndex) -> SlotIndex:
     return index._replace(eviction=None, admission=None)  # type: ignore[arg-type]
 
 
-def lookups_of(tables: Tensor, ids: Tensor, end: Tensor | None) -> Lookups:
+def lookups_of(
+    tables: Tensor, ids: Tensor, end: Tensor | None, salts: Tensor | None = None
+) -> Lookups:
     """The arguments of a kernel, of tables that are one for each row of the ids, or for each id."""
     if tables.numel() != ids.numel() and tables.shape != (*ids.shape[:-1], 1)[: tables.dim()]:
         tables = tables.expand_as(ids)
     repeat = max(1, ids.numel() // max(1, tables.numel()))
-    return Lookups(ids.contiguous(), tables.contiguous(), repeat, ids.numel(), end)
+    return Lookups(ids.contiguous(), tables.contiguous(), repeat, ids.numel(), end, salts)
 
 
 def _new_work(n: int, buckets: int, device: torch.device) -> Work:

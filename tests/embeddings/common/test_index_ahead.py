@@ -29,7 +29,10 @@ def test_it_gives_the_rows_of_the_steps_that_follow(bags, device):
         batches = [batch_of(size, device) for size in (64, 64, 9, 64, 65, 64, 9, 9, 64)]
         if bags:
             coming = [Bags.one_each(ids) for ids in batches]
-            rows = [ahead.place_bags(each, 2).view(2, -1) for each in coming]
+            rows = [
+                ahead.place_bags(each.tables(2), each.ids, each.offsets[-1:]).view(2, -1)
+                for each in coming
+            ]
         else:
             rows = [ahead.place(tables, ids) for ids in batches]
         for ids, found in zip(batches, rows, strict=True):
