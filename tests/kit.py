@@ -8,7 +8,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from dlrm.training.checkpoint import Parts
 from dlrm.training.checkpoint.choice import best_of
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.checkpoint.writer import CheckpointWriter
+from dlrm.utils.graph_recorder import GraphRecorder
 
 GPU = torch.cuda.is_available()
 SLOW = () if GPU else pytest.mark.slow
@@ -90,6 +91,13 @@ def combinations(slow: Any = SLOW, **axes: Sequence[Any]) -> pytest.MarkDecorato
         values = [axis[place] for axis, place in zip(axes.values(), places, strict=True)]
         cases.append(pytest.param(*values, marks=() if places in fast else slow))
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """Run a function on a GPU, then record it: its replay, and what it returned."""
+    recorder = GraphRecorder(torch.device("cuda", torch.cuda.current_device()))
+    recorder.warm_up(run)
+    return recorder.record(run)
 
 
 def write_checkpoint(

@@ -42,6 +42,7 @@ KERNELS_BELOW = {
     "lists": ("",),
     "update": ("",),
     "multi_copy": ("",),
+    "peer_sum": ("", "lookup"),
     "interaction": ("",),
     "loss": ("",),
     "mlp": ("", "multi_copy"),

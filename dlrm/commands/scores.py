@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +18,12 @@ from dlrm.data.prepare.raw_rows import in_batches
 from dlrm.data.prepare.table import MADE_BY
 from dlrm.data.schema import META_FILE
 from dlrm.distributed.world import World
-from dlrm.kernels import hash_triton
 from dlrm.training import metrics
 from dlrm.training.evaluation import TrainedModel
+from dlrm.training.modes import hash_ahead
 from dlrm.training.predictor import (
     Predictor,
-    copy_to_host,
-    one_behind,
+    on_host,
     require_new_names,
     rows_at_once,
 )
@@ -82,8 +80,7 @@ def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
 
 def _device(options: Namespace) -> torch.device:
     device = pick_device(options.device)
-    if device.type == "cuda":
-        Thread(target=hash_triton).start()  # while the model is loaded
+    hash_ahead(device)  # while the model is loaded
     return device
 
 
@@ -127,10 +124,9 @@ def _scores(
 ) -> Iterator[pa.RecordBatch]:
     """Scores of all batches, each with its rows of ``kept``, the columns ``names``."""
     done = 0
-    predict = partial(metrics.predict, trained.model, bf16=trained.bf16)
-    outputs = (predict([batch]) for batch in trained.loader)
-    copies = (copy_to_host(logits, labels) for logits, labels, *_ in outputs)
-    for probability, labels in one_behind(copies):
+    for batch in trained.loader:
+        outputs = metrics.predict(trained.model, [batch], bf16=trained.bf16)
+        probability, labels = on_host(*outputs[:2])
         own = next(kept)[0] if names else {}
         rows = np.arange(done + 1, done + 1 + len(labels))
         columns = {ROW: pa.array(rows)} | {name: own[name].combine_chunks() for name in names}

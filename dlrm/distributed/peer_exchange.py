@@ -1,12 +1,14 @@
-"""Exchange of ids, vectors and gradients between processes of a host, by copies to their memory.
+"""Exchange of ids, vectors and gradients between processes of a host, in each other's memory.
 
 Copy engines of the GPUs do the work, so that products keep all multiprocessors, and faster than the
-collective does. All processes send the same batch size.
+collective does. Sums of up to a few MB are computed by a kernel that reads those of all: the
+collective takes as long for less, in programs that stay until all processes have come. All
+processes send the same batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,14 +18,16 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
+from dlrm.kernels.peer_sum import sum_peers
 from dlrm.utils.streams import side_stream_of
 
 
 class PeerExchange:
-    """All-to-alls into memory that stays where it is, as captured graphs have its addresses.
+    """Exchanges in memory that stays where it is, as captured graphs have its addresses.
 
     What is received must be used before the next exchange but one of the same kind begins: every
-    process takes part in an exchange of each kind in between.
+    process takes part in an exchange of each kind in between. A sum of a name must not begin again
+    before another exchange has.
 
     Args:
         world: the processes, all on one host.
@@ -31,7 +35,7 @@ class PeerExchange:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._received: dict[tuple[str, torch.dtype, int], SymmetricTensor] = {}
+        self._received: dict[tuple[Hashable, torch.dtype, int], SymmetricTensor] = {}
 
     def ids(self, ids: Tensor, give: Sequence[int]) -> Tensor:
         """Send ids to every rank; returns those of all ranks, rank after rank.
@@ -42,6 +46,12 @@ class PeerExchange:
         """
         return self._to_holders("ids", ids.split(list(give)), give)
 
+    def columns(self, own: Tensor) -> Tensor:
+        """Send columns ``[F, B]`` to every rank; returns those of all side by side."""
+        ranks = self._world.size
+        received = self._to_holders("columns", [own] * ranks, [own.numel()] * ranks)
+        return received.view(ranks, *own.shape).transpose(0, 1).flatten(1)
+
     def vectors(self, found: Tensor, give: Sequence[int], get: Sequence[int]) -> list[Tensor]:
         """Send vectors to every rank, and receive a part from each; differentiable.
 
@@ -51,6 +61,27 @@ class PeerExchange:
             get: length of the part of each rank, the same on every rank.
         """
         return list(_Vectors.apply(found, self, list(give), list(get)))
+
+    def sums(self, name: Hashable, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of fp32 tensors, in the order of the ranks, so that all get the same bits.
+
+        Args:
+            name: of this exchange, with the same sizes every time.
+            tensors: of the same shapes on every rank.
+        """
+        sizes = [tensor.numel() for tensor in tensors]
+        memory = self._memory(name, tensors[0], sum(sizes))
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=memory.local)
+        memory.barrier()  # all have written theirs
+        out = torch.empty_like(memory.local)
+        sum_peers(memory.peers, self._world.rank, out)
+        return [part.view_as(t) for part, t in zip(out.split(sizes), tensors, strict=True)]
+
+    def _memory(self, name: Hashable, like: Tensor, room: int) -> SymmetricTensor:
+        if (key := (name, like.dtype, room)) not in self._received:
+            memory = SymmetricTensor(self._world, (room,), like.dtype, like.device)
+            self._received[key] = memory
+        return self._received[key]
 
     def _to_holders(self, name: str, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """Send each rank the part that it holds, of which every rank has as much."""
@@ -74,10 +105,7 @@ class PeerExchange:
         """
         like = parts[0]
         room = 1 << max(room - 1, 0).bit_length()  # few sizes, whatever the last batches are
-        if (key := (name, like.dtype, room)) not in self._received:
-            memory = SymmetricTensor(self._world, (room,), like.dtype, like.device)
-            self._received[key] = memory
-        received = self._received[key]
+        received = self._memory(name, like, room)
 
         # The copy to this process runs next to those over links.
         own = side_stream_of(like.device, "arrival")

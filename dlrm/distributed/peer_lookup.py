@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
-from dlrm.kernels.lookup.peer import SortedLookups, read_rows, send_rows
+from dlrm.kernels.lookup.peer import SortedLookups, announce_rows, read_rows, send_rows
 from dlrm.kernels.lookup.source import row_gradient
+from dlrm.kernels.update.packed import storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.utils.streams import side_stream_of
 
@@ -31,6 +32,7 @@ class PeerLookup:
         width: length of a row.
         lookups_per_sample: the largest number of look-ups that each rank may have to serve.
         comm_dtype: type of the gradients that are received; None: that of the rows, at least fp32.
+        columns: length of a row in memory, if it is packed.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class PeerLookup:
         width: int,
         lookups_per_sample: Sequence[int],
         comm_dtype: torch.dtype | None = None,
+        columns: int | None = None,
     ) -> None:
         self.world = world
+        self._columns = columns or width
         self.height = height
         self.width = width
         self.lookups_per_sample = lookups_per_sample
@@ -60,16 +64,16 @@ class PeerLookup:
         return torch.int32 if self.world.size * self.height < 2**31 else torch.int64
 
     def new_weight(self, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Zeros ``[rows, width]``, in symmetric memory if ``device`` has the type of the run's.
+        """Zeros ``[rows, columns]``, in symmetric memory if ``device`` has the type of the run's.
 
         All processes must call it at the same time.
         """
         self._rows = None
         self._recv_buffers.clear()
         if device.type != self.world.device.type:
-            return torch.zeros(rows, self.width, device=device, dtype=dtype)
+            return torch.zeros(rows, self._columns, device=device, dtype=dtype)
 
-        self._rows = SymmetricTensor(self.world, (self.height, self.width), dtype, device)
+        self._rows = SymmetricTensor(self.world, (self.height, self._columns), dtype, device)
         bounds = [step * self.height for step in range(self.world.size)]
         self._bounds = torch.tensor(bounds, device=device, dtype=self.key_type)
         sections = [self.world.rank * self.lookups_per_sample[rank] for rank in self.world.ring]
@@ -83,7 +87,8 @@ class PeerLookup:
 
     def serves(self, weight: Tensor) -> bool:
         """True if peers can read this weight."""
-        return self._rows is not None and self._rows.local.data_ptr() == weight.data_ptr()
+        memory = storage(weight)[0]
+        return self._rows is not None and self._rows.local.data_ptr() == memory.data_ptr()
 
     def sort(self, keys: Tensor) -> SortedLookups:
         """Sort the look-ups ``keys [B, S]``; reads no rows and does not communicate."""
@@ -92,11 +97,22 @@ class PeerLookup:
         return SortedLookups(found, self._sections * len(keys) - firsts)
 
     def __call__(
-        self, weight: Tensor, lookups: SortedLookups, batch: int, sorter: RowSorter | None = None
+        self,
+        weight: Tensor,
+        lookups: SortedLookups | Tensor,
+        batch: int,
+        sorter: RowSorter | None = None,
     ) -> Tensor:
-        """The rows ``[B, S, width]`` of sorted look-ups.
+        """The rows ``[B, S, width]`` of look-ups.
 
         All processes must call it at the same time, with the same batch size.
+
+        Args:
+            weight: the rows of this process.
+            lookups: the result of :meth:`sort`, or keys ``[B, S]``, which are sorted while the
+                forward pass runs.
+            batch: B.
+            sorter: sorts the rows that arrive.
         """
         found: Tensor = _PeerLookup.apply(weight, lookups, batch, self, sorter)
         return found.view(batch, -1, self.width)
@@ -137,42 +153,47 @@ class _PeerLookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: Tensor,
-        lookups: SortedLookups,
+        lookups: SortedLookups | Tensor,
         batch: int,
         peers: PeerLookup,
         sorter: RowSorter | None,
     ) -> Tensor:
-        found, shift = lookups.sorted_rows, lookups.shift
-        out = weight.new_empty(len(found.rows), peers.width)
         peers.rows.barrier()  # all processes have updated their rows
+        if isinstance(lookups, Tensor):
+            keys, order = lookups.view(-1), None
+        else:
+            keys, order = lookups.sorted_rows.rows, lookups.sorted_rows.order
+        out = weight.new_empty(len(keys), peers.width)
+        read_rows(peers.rows.peers, keys, out, order=order)
         if not ctx.needs_input_grad[0]:
-            read_rows(peers.rows.peers, found, out)
             return out
 
         buffer = peers.recv_buffer(batch, weight)
-        read_rows(peers.rows.peers, found, out, recv_buffer=buffer.keys.peers, shift=shift)
         arrival = side_stream_of(weight.device, "arrival")
         with arrival.fork():
+            known = peers.sort(lookups) if isinstance(lookups, Tensor) else lookups
+            announce_rows(
+                known.sorted_rows, peers.height, peers.width, buffer.keys.peers, known.shift
+            )
             buffer.keys.barrier()  # all have sent the numbers of the rows that they look up
             rows = buffer.take()
             if sorter is not None:
                 sorter.submit(weight, rows)
 
         ctx.save_for_backward(weight)
-        ctx.peers, ctx.lookups = peers, lookups
+        ctx.peers, ctx.lookups = peers, (lookups, known)  # a stream reads what was given
         ctx.buffer, ctx.rows, ctx.arrival = buffer, rows, arrival
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        peers, lookups, buffer = ctx.peers, ctx.lookups, ctx.buffer
+        peers, (_, lookups), buffer = ctx.peers, ctx.lookups, ctx.buffer
         (weight,) = ctx.saved_tensors
         grads = grad.reshape(-1, peers.width)
         received = buffer.gradients
-        send_rows(grads, peers.height, lookups.sorted_rows, received.peers, lookups.shift)
-
         ctx.arrival.join()
+        send_rows(grads, peers.height, lookups.sorted_rows, received.peers, lookups.shift)
         received.barrier()  # all have sent their gradients
         values = received.local[: buffer.used]
         return row_gradient(weight, ctx.rows, values, True), None, None, None, None

@@ -35,7 +35,14 @@ from dlrm.kernels.lookup.tables import (
     lookup,
     lookup_tables,
 )
-from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes, storage
+from dlrm.kernels.update.packed import (
+    PackedParameter,
+    PackedRows,
+    chunks_to_write,
+    packed_rows,
+    record_bytes,
+    storage,
+)
 from dlrm.utils.bags import Bags
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.offsets import row_offsets
@@ -73,10 +80,9 @@ class ShardedTables(Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
         self.num_kept = tuple(num_kept or self.num_embeddings)
-        self.world = plan.world
-        ways = plan.comm_dtype, plan.peers and not self.dtype, plan.linked
+        self.world, self.reads_peers = plan.world, plan.peers
         self.shardings = nn.ModuleList(
-            sharding(shards, self.num_tables, plan.world, *ways)
+            sharding(shards, self.num_tables, plan, self.dtype is not None)
             for sharding, shards in _by_sharding(plan.shards, embedding_dim).items()
         )
 
@@ -97,7 +103,6 @@ class ShardedTables(Embedding):
             "_all_starts": row_offsets(counts),
             "_whole": torch.tensor([[0] * self.num_tables, counts]),
             "_replicated": torch.tensor(self.replicated_tables).long(),
-            "_order": torch.tensor(self.order),
             "_back": torch.tensor(self.order).argsort(),
         }
         for name, values in buffers.items():
@@ -106,7 +111,6 @@ class ShardedTables(Embedding):
         self._all_starts: Tensor  # [F] the same for each table; 0 if it is not replicated
         self._whole: Tensor  # [2, F] 0, and rows of each replicated table
         self._replicated: Tensor  # [replicated tables]
-        self._order: Tensor  # [F]
         self._back: Tensor  # [F] position of each table in the order
         self._first_rows = row_offsets(self.num_kept).tolist()  # in the state dict
 
@@ -120,13 +124,15 @@ class ShardedTables(Embedding):
 
     def _new_weights(self) -> list[nn.Parameter]:
         """A weight per sharding."""
-        where = torch.get_default_device(), torch.get_default_dtype()
-        weights = [
-            nn.Parameter(sharding.new_weight(*where))
-            if self.dtype is None
-            else self._new_rows(sharding.height + 1, sharding.width)
-            for sharding in self._shardings()
-        ]
+        device, dtype = torch.get_default_device(), torch.get_default_dtype()
+        weights: list[nn.Parameter] = []
+        for sharding in self._shardings():
+            if self.dtype is None:
+                weights.append(nn.Parameter(sharding.new_weight(device, dtype)))
+                continue
+            data, rows = sharding.new_weight(device, torch.uint8), sharding.height + 1
+            records = PackedRows(data=data.view(-1), num_rows=rows, dim=sharding.width, wide=rows)
+            weights.append(PackedParameter(records))
         for weight in weights:
             weight.grad_dtype = None  # gradients have the type in which they are sent
         return weights
@@ -140,9 +146,14 @@ class ShardedTables(Embedding):
         for sharding in shardings:
             weight = held[sharding.name]
             assert weight is not None
-            like = fn(weight.data[:0])
-            if (like.device, like.dtype) != (weight.device, weight.dtype):
-                weight.data = sharding.new_weight(like.device, like.dtype).copy_(weight.data)
+            data = storage(weight)[0]
+            like = fn(data[:0])
+            if (like.device, like.dtype) != (data.device, data.dtype):
+                new = sharding.new_weight(like.device, like.dtype)
+                if isinstance(weight, PackedParameter):
+                    weight.moved(new.view(-1).copy_)
+                else:
+                    weight.data = new.copy_(data)
                 weight.grad = None if weight.grad is None else fn(weight.grad)
         self._parameters.update(held)
         for weight in self.local_parameters():  # packed rows may be a new parameter
@@ -182,16 +193,12 @@ class ShardedTables(Embedding):
 
         # Exchange rows on a second stream.
         side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
+        exchanged: list[Tensor] = []
         with side.fork():
-            finish = [
-                sharding.start(
-                    self.get_parameter(sharding.name),
-                    ids,
-                    context,
-                    next(sorted_ahead, None) if sharding.at_peers else None,
-                )
-                for sharding in self._shardings()
-            ]
+            for sharding in self._shardings():
+                ahead = next(sorted_ahead, None) if sharding.at_peers else None
+                weight = self.get_parameter(sharding.name)
+                exchanged += sharding.look_up(weight, ids, context, ahead)
 
         # Meanwhile, look up the replicated tables.
         parts = []
@@ -203,9 +210,7 @@ class ShardedTables(Embedding):
             )
 
         side.join()
-        for vectors in finish:
-            parts += vectors()
-        return parts
+        return [*parts, *exchanged]
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return self._in_order(self.parts(ids, context=context), None)

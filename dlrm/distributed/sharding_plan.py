@@ -118,7 +118,6 @@ def make_sharding_plan(
         text += f"\nevery rank: {index * 1e-6:,.1f} MB, the index of dynamic tables"
     ways = {(False, False): "collectives", (True, False): "copies to peers", (True, True): "peers"}
     text += f"\nexchange by {ways[linked, peers]}"
-    text += ", of packed rows by copies" if peers and packed else ""
     return ShardingPlan(
         world=world, shards=shards, comm_dtype=narrow, peers=peers, linked=linked, text=text
     )
@@ -201,7 +200,7 @@ def _sharding_types(
     types, plan = [], spec["plan"]
     shared = {options["with"] for _, options in plan if "with" in options}
     for table, (name, rows, (kind, options)) in enumerate(zip(names, num_rows, plan, strict=True)):
-        elsewhere = options.get("cache_share") is not None or (options.get("pieces") or 1) > 1
+        elsewhere = options.get("cache_share") is not None or bool(options.get("pieces"))
         whole = ""  # what can't be sharded
         if kind not in SHARDED:
             whole = f"tables of kind {kind}"

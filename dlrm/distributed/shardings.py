@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,9 +14,10 @@ from dlrm.distributed.counted_bags import CountedBags
 from dlrm.distributed.peer_exchange import PeerExchange
 from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.planner import Shard
-from dlrm.distributed.world import World, exchange
+from dlrm.distributed.sharding_plan import ShardingPlan
+from dlrm.distributed.world import exchange
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.peer import SortedLookups
+from dlrm.kernels.lookup.peer import SortedLookups, peer_keys
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import (
     RowContext,
@@ -26,6 +26,7 @@ from dlrm.kernels.lookup.tables import (
     lookup,
     lookup_tables,
 )
+from dlrm.kernels.update.packed import record_bytes
 
 
 class Sharding(nn.Module, ABC):
@@ -34,10 +35,8 @@ class Sharding(nn.Module, ABC):
     Args:
         shards: the shards of all ranks.
         num_tables: number of tables in the group.
-        world: the processes.
-        comm_dtype: type in which vectors and gradients are sent; rows that peers read keep theirs.
-        peers: processes read rows and write gradients in each other's memory, if they can.
-        linked: they copy what they exchange to each other's memory, if their batches are equal.
+        plan: the processes, and how they exchange rows.
+        packed: the rows are records of int8 rows.
     """
 
     name = ""
@@ -46,18 +45,17 @@ class Sharding(nn.Module, ABC):
         self,
         shards: Sequence[Shard],
         num_tables: int,
-        world: World,
-        comm_dtype: torch.dtype | None,
-        peers: bool,
-        linked: bool,
+        plan: ShardingPlan,
+        packed: bool,
     ) -> None:
         super().__init__()
-        self.world = world
-        self._link = PeerExchange(world) if linked else None
-        self.comm_dtype = comm_dtype
+        self.world = world = plan.world
+        self._link = PeerExchange(world) if plan.linked else None
+        self.comm_dtype = plan.comm_dtype
         self.by_rank = [[s for s in shards if s.rank == rank] for rank in range(world.size)]
         self.mine = self.by_rank[world.rank]
         self.width = self.mine[0].width if self.mine else max(shard.width for shard in shards)
+        self.columns = record_bytes(self.width, 8) if packed else self.width  # in memory
         self.first_column = self.mine[0].columns[0] if self.mine else 0
         self.tables = sorted({shard.table for shard in shards})
         self.complete = len({(s.table, s.rows) for s in shards}) == len(self.tables)
@@ -84,7 +82,7 @@ class Sharding(nn.Module, ABC):
         self._start: Tensor  # [F] its first row in the weight
 
         self.peer_lookup: PeerLookup | None = None
-        if peers and len({shard.width for shard in shards}) == 1:
+        if plan.peers and len({shard.width for shard in shards}) == 1:
             self._make_peer_lookup()
 
     def _add_buffer(
@@ -96,28 +94,29 @@ class Sharding(nn.Module, ABC):
         heights = [sum(shard.height for shard in own) for own in self.by_rank]
         lookups = [len(own) for own in self.by_rank]
         self.peer_lookup = PeerLookup(
-            self.world, max(heights) + 1, self.width, lookups, self.comm_dtype
+            self.world, max(heights) + 1, self.width, lookups, self.comm_dtype, self.columns
         )
-        keys: dict[Shard, int] = {}  # of the first row of each shard
+        # A look-up of a sample finds its row in one of the shards of a table with the same columns.
+        position = {table: index for index, table in enumerate(self.order)}
+        slots: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}
         for rank, shards in enumerate(self.by_rank):
             start = 0
             for shard in shards:
-                keys[shard] = self.peer_lookup.key_of(rank, start)
+                key = self.peer_lookup.key_of(rank, start)
+                slot = position[shard.table], shard.columns
+                slots.setdefault(slot, []).append((shard.rows[0], key - shard.rows[0]))
                 start += shard.height
+        parts = [sorted(slots[slot]) for slot in sorted(slots)]
+        most, dtype = max(map(len, parts)), self.peer_lookup.key_type
+        end = torch.iinfo(dtype).max, 0
+        parts = [[*own, *[end] * (most - len(own))] for own in parts]
 
-        for name, values in self._slots_of(keys).items():
-            self._add_buffer(name, values, self.peer_lookup.key_type)
+        self._add_buffer("_slot_tables", [self.order[table] for table, _ in sorted(slots)])
+        self._add_buffer("_first_rows", [[row for row, _ in own] for own in parts], dtype)
+        self._add_buffer("_shifts", [[shift for _, shift in own] for own in parts], dtype)
         self._slot_tables: Tensor  # [S] table of each look-up of a sample
-        self._slot_keys: Tensor  # [S] key of row 0 of that table
-
-    def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
-        """Buffers for :meth:`keys`, from the key of each shard's first row."""
-        position = {table: index for index, table in enumerate(self.order)}
-        slots = sorted(keys, key=lambda shard: (position[shard.table], shard.columns))
-        return {
-            "_slot_tables": [shard.table for shard in slots],
-            "_slot_keys": [keys[shard] for shard in slots],
-        }
+        self._first_rows: Tensor  # [S, parts] first row of each shard of it, ascending
+        self._shifts: Tensor  # [S, parts] difference between the keys of a shard and its rows
 
     @property
     def at_peers(self) -> bool:
@@ -131,8 +130,7 @@ class Sharding(nn.Module, ABC):
 
     def keys(self, ids: Tensor) -> Tensor:
         """The keys of ``ids [F, B]`` in look-ups at peers, ``[B, S]``."""
-        keys = ids.index_select(0, self._slot_tables) + self._slot_keys[:, None]
-        return keys.t().to(self._slot_keys.dtype).contiguous()
+        return peer_keys(ids, self._slot_tables, self._first_rows, self._shifts)
 
     @property
     def order(self) -> list[int]:
@@ -162,15 +160,15 @@ class Sharding(nn.Module, ABC):
         """Zeros for the local rows, and for one more row, which ids of other ranks get."""
         if self.peer_lookup is not None:
             return self.peer_lookup.new_weight(self.height + 1, device, dtype)
-        return torch.zeros(self.height + 1, self.width, device=device, dtype=dtype)
+        return torch.zeros(self.height + 1, self.columns, device=device, dtype=dtype)
 
-    def start(
+    def look_up(
         self,
         weight: Tensor,
         ids: Tensor,
         context: LookupContext = NO_CONTEXT,
         lookups: SortedLookups | None = None,
-    ) -> Callable[[], list[Tensor]]:
+    ) -> list[Tensor]:
         """Look up ``ids [F, B]`` at their holders.
 
         Args:
@@ -180,25 +178,22 @@ class Sharding(nn.Module, ABC):
             lookups: the result of :meth:`sort`, if the ids were sorted ahead.
 
         Returns:
-            A function that completes the exchange and returns the full vectors ``[B, F_i, D]``,
-            tables in ``order``.
+            The vectors ``[B, F_i, D]``, tables in ``order``.
         """
         peers = self.peer_lookup if context.equal_sizes else None
         if peers is not None and peers.serves(weight):
-            found = peers(weight, lookups or self.sort(ids), ids.shape[1], context.sorter)
-            return lambda: [found.view(len(found), len(self.order), -1)]
-        return partial(self.finish, self._exchange(weight, ids, context))
+            found = peers(weight, lookups or self.keys(ids), ids.shape[1], context.sorter)
+            return [found.view(len(found), len(self.order), -1)]
+        return self.finish(self._exchange(weight, ids, context))
 
     def _exchange(self, weight: Tensor, ids: Tensor, context: LookupContext) -> list[Tensor]:
         """Send ids to their holders, and receive vectors ``[B, shards, width]`` from each rank."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
-        link = self._link if context.equal_sizes else None
         asked = ids.index_select(0, self._requested).view(-1)
         give = [len(own) * batch for own in self.by_rank]
         get = [len(self.mine) * size for size in sizes]
-        received = link.ids(asked, give) if link else exchange(asked, give, get)
-        requests = self._by_shard(received, sizes)
+        requests = self._by_shard(exchange(asked, give, get), sizes)
         if self.complete:  # requests are [shards, global batch]
             tables = TableRows(self._start[self._mine])
             sorting = RowContext(sorter=context.sorter)
@@ -206,7 +201,7 @@ class Sharding(nn.Module, ABC):
         else:
             found = self.lookup_local(weight, self._mine[:, None], requests, context)
             found = found.transpose(0, 1)
-        return self._send_back(found, batch, sizes, link)
+        return self._send_back(found, batch, sizes)
 
     def pool(
         self, weight: Tensor, bags: CountedBags, context: LookupContext = NO_CONTEXT
@@ -287,7 +282,7 @@ class Sharding(nn.Module, ABC):
         return torch.cat([part.view(own, size) for part, size in parts], dim=1)
 
     def _send_back(
-        self, found: Tensor, batch: int, sizes: Sequence[int], link: PeerExchange | None
+        self, found: Tensor, batch: int, sizes: Sequence[int], link: PeerExchange | None = None
     ) -> list[Tensor]:
         """Send vectors ``[global batch, shards, width]`` to the ranks of their samples.
 
@@ -329,27 +324,6 @@ class RowWise(Sharding):
     """Tables split by rows: for each id, one holder sends the row, and the others send zeros."""
 
     name = "row_wise"
-
-    _firsts: Tensor  # [shards] first row of each, all tables counted through
-    _shifts: Tensor  # [shards] difference between the keys of its rows and these numbers
-
-    def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
-        starts = [0]
-        for table in self.tables:
-            starts.append(starts[-1] + max(s.rows[1] for s in keys if s.table == table))
-        first = {s: starts[self.tables.index(s.table)] + s.rows[0] for s in keys}
-        ordered = sorted(first, key=first.__getitem__)
-        return {
-            "_slot_tables": self.tables,
-            "_slot_keys": starts[:-1],
-            "_firsts": [first[shard] for shard in ordered],
-            "_shifts": [keys[shard] - first[shard] for shard in ordered],
-        }
-
-    def keys(self, ids: Tensor) -> Tensor:
-        rows = super().keys(ids)
-        shard = torch.searchsorted(self._firsts, rows, right=True) - 1
-        return rows + self._shifts[shard]
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
         received = torch.cat(chunks, dim=1)

@@ -209,18 +209,20 @@ class World:
         dist.all_gather(counts, mine)
         return torch.cat(counts).tolist()
 
-    def gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """``tensor [n, ...]`` of every rank; ``sizes`` has ``n`` of each."""
+    def gather(self, tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+        """``tensor`` of every rank; ``sizes`` has the length of each along ``dim``."""
         if self.size == 1:
             return [tensor]
 
         longest, padded = max(sizes), tensor.contiguous()
         if min(sizes) < longest:
-            padded = tensor.new_zeros(longest, *tensor.shape[1:])
-            padded[: len(tensor)] = tensor
+            shape = list(tensor.shape)
+            shape[dim] = longest
+            padded = tensor.new_zeros(shape)
+            padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
 
     def gather_ids(
         self, tables: Tensor, ids: Tensor, *, equal: bool = False
@@ -235,7 +237,7 @@ class World:
         sizes = self.sizes(ids.shape[-1], ids.device, equal=equal)
         if ids.dim() == 2:
             begin = sum(sizes[: self.rank])
-            gathered = torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
+            gathered = torch.cat(self.gather(ids, sizes, dim=1), 1)
             return tables, gathered, slice(begin, begin + ids.shape[1])
         both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))
         both = both[both[:, 0].argsort(stable=True)]

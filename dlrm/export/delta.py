@@ -145,10 +145,7 @@ def changed_ids(
     for group, lookup in enumerate(model.tables):
         if not isinstance(lookup, DynamicLookup):
             continue
-        sides = []
-        for weights in (old, new):
-            slots = LANES * weights[f"tables.{group}.group._buckets"]
-            sides.append(weights[f"tables.{group}.group._ids"].split(slots.tolist()))
+        sides = [_ids_of_tables(f"tables.{group}.group.", weights) for weights in (old, new)]
 
         # Columns of one vocabulary have one table.
         features = model.features[group]
@@ -158,6 +155,15 @@ def changed_ids(
             found[f"{CAME}:{name}"] = _without(after, before)
             found[f"{EVICTED}:{name}"] = _without(before, after)
     return found
+
+
+def _ids_of_tables(prefix: str, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """The ids of the slots of each table, :data:`EMPTY` for none."""
+    ids, columns = weights[f"{prefix}_ids"], weights.get(f"{prefix}_columns")
+    if columns is None:
+        return [*ids.split((LANES * weights[f"{prefix}_buckets"]).tolist())]
+    salts = enumerate(weights[f"{prefix}_salts"])  # of tables that share the slots
+    return [ids[(columns == table) & (ids != EMPTY)] ^ salt for table, salt in salts]
 
 
 def _without(ids: Tensor, others: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class DynamicLookup(nn.Module):
 
     def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
         """As in :class:`RowLookup`."""
-        return self.stored(*self.group.pieces_of(tables, ids)).flatten(-2)
+        return self.stored(*self.group.stored_rows(tables, ids)).flatten(-2)
 
 
 class TTLookup(nn.Module):

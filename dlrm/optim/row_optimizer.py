@@ -193,12 +193,10 @@ class RowOptimizer(Optimizer):
         return self._stochastic and (packed or parameter.dtype == torch.bfloat16)
 
     @torch.no_grad()
-    def reset_rows(self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Reset the state of rows that stand for other ids now, as when a cache slot changes owner:
-        to that of the rows ``sources`` that they copy, or to zero.
-        """
+    def reset_rows(self, parameter: Tensor, rows: Tensor) -> None:
+        """Reset the state of rows that stand for other ids now: a cache slot has another owner."""
         for state in self.state[parameter].values():
-            state[rows] = 0 if sources is None else state[sources]
+            state[rows] = 0
 
     def state_bytes(self, parameters: Iterable[Tensor]) -> int:
         """Bytes of the optimizer state of ``parameters``."""

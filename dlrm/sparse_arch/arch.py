@@ -224,6 +224,11 @@ class SparseArch(nn.Module):
         """Whether peers read rows of tables in each other's memory."""
         return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
 
+    @property
+    def reads_peers(self) -> bool:
+        """Whether the processes that hold tables read each other's memory."""
+        return any(isinstance(g, ShardedTables) and g.reads_peers for g in self.groups)
+
     def sort(self, ids: Tensor) -> list[SortedLookups]:
         """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``.
 
@@ -311,8 +316,7 @@ class SparseArch(nn.Module):
         return {f"ids/{name}": float(count) for name, count in total.items()}
 
     def renew_caches(self, optimizer: RowOptimizer) -> dict[str, float]:
-        """Renew the caches of hot rows. Rows that change owner get fresh optimizer state, or that
-        of the row that they copy.
+        """Renew the caches of hot rows. Rows that change owner get fresh optimizer state.
 
         Returns:
             Values to log.
@@ -322,8 +326,7 @@ class SparseArch(nn.Module):
             report = group.cache_populate() if isinstance(group, CachesHotRows) else None
             if report is not None:
                 for name, rows in report.reset.items():
-                    sources = report.sources.get(name)
-                    optimizer.reset_rows(group.get_parameter(name), rows, sources)
+                    optimizer.reset_rows(group.get_parameter(name), rows)
                 logged = report.values().items()
                 values |= {f"cache/{name}_{index}": value for name, value in logged}
         return values

@@ -190,7 +190,7 @@ class StepGraphs:
         """Copy a batch to the tensors that a captured step reads."""
         own, batch = to.batch, prepared.batch
 
-        # Matrices of one width are copied in one launch.
+        # All that lies in rows is copied in one launch.
         targets, sources = [own.dense, own.labels], [batch.dense, batch.labels]
         orders: list[Tensor | None] = [None, None]
         if own.offsets is None:
@@ -204,12 +204,13 @@ class StepGraphs:
             own.ids[: batch.ids.numel()].copy_(batch.ids)
             assert batch.offsets is not None
             own.offsets.copy_(batch.offsets)
+        for known, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
+            targets += known.tensors
+            sources += lookups.tensors
+            orders += [None] * len(known.tensors)
         copy_together(targets, sources, orders)
 
         own_weights, weights = own.weights, batch.weights
         assert (own_weights is None) == (weights is None)
         if own_weights is not None and weights is not None:
             own_weights.copy_(weights)
-        for known, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
-            for old, new in zip(known.tensors, lookups.tensors, strict=True):
-                old.copy_(new)

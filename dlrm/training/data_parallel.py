@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlrm.data.batch import Batch
+from dlrm.distributed.peer_exchange import PeerExchange
 from dlrm.distributed.world import World
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.lookup.source import row_gradient
@@ -23,6 +24,8 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.utils.streams import side_stream_of
 
+# Bytes that a process reads from others for a sum; more are left to the collective.
+LARGEST = 12 << 20
 SMALL = 8  # rows per sample of the global batch; larger tables send entries, not a dense gradient
 
 
@@ -31,9 +34,10 @@ class GradientReducer:
 
     The dense gradients are sent in parts while the backward pass is still running: those of the
     top MLP, of each cross layer, and of the bottom MLP. The row gradients of small tables are
-    converted to dense ones and sent together in one all-reduce, with a mask of the rows that have a
-    gradient, unless the optimizer leaves a row unchanged if its gradient is zero. Those of large
-    tables are gathered from all processes.
+    converted to dense ones and summed together, with a mask of the rows that have a gradient,
+    unless the optimizer leaves a row unchanged if its gradient is zero. Those of large tables are
+    gathered from all processes. Where processes read each other's memory, a kernel computes small
+    sums (:mod:`dlrm.distributed.peer_exchange`).
 
     Args:
         model: the same on every process, except for the shards of tables.
@@ -51,6 +55,7 @@ class GradientReducer:
         modules = model.top_mlp, *layers, model.bottom_mlp
         self._parts = [[*module.parameters()] for module in modules]
         self._side = side_stream_of(self._parts[0][0].device, "gradients")
+        self._link = PeerExchange(world) if model.sparse_arch.reads_peers else None
         self._embeddings = [p for p in model.sparse_arch.parameters() if p not in self.local]
         self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
         self.drop_gradients()
@@ -77,8 +82,17 @@ class GradientReducer:
         """The context of the look-ups of a batch, with what they need from other processes."""
         fixed = batch.offsets is None or batch.bag_sizes is not None
         equal = fixed and self.is_even(batch)
-        gather_ids = partial(self.world.gather_ids, equal=equal)
+        gather_ids = partial(self._gather_ids, equal=equal)
         return replace(context, equal_sizes=equal, bag_sizes=batch.bag_sizes, gather_ids=gather_ids)
+
+    def _gather_ids(
+        self, tables: Tensor, ids: Tensor, *, equal: bool
+    ) -> tuple[Tensor, Tensor, slice | None]:
+        """As :meth:`World.gather_ids`, by copies where these are faster."""
+        if self._link is None or not equal or ids.dim() == 1:
+            return self.world.gather_ids(tables, ids, equal=equal)
+        begin, batch = self.world.rank * ids.shape[1], ids.shape[1]
+        return tables, self._link.columns(ids), slice(begin, begin + batch)
 
     def with_all_ids(self, batch: Batch) -> Batch:
         """A one-hot batch with the ids of all processes, ``[F, total_size]``."""
@@ -89,6 +103,7 @@ class GradientReducer:
         """Forget the gradients of a step that was interrupted."""
         self._missing = [len(part) for part in self._parts]
         self._sent = 0  # parts
+        self._given: list[Tensor] = []  # what the side stream may still read
 
     def _on_gradient(self, part: int) -> None:
         # In the same order on every process. The last part follows the gradients of tables, which
@@ -98,15 +113,29 @@ class GradientReducer:
             self._send()
 
     def _send(self) -> None:
-        part = self._parts[self._sent]
+        """Sum the gradients of the next part, next to the backward pass."""
+        part = [p for p in self._parts[self._sent] if p.grad is not None]
+        grads = [p.grad for p in part if p.grad is not None]
+        self._given += grads
+        with self._side.fork():
+            for parameter, grad in zip(part, self._sum(self._sent, grads), strict=True):
+                parameter.grad = grad
         self._sent += 1
-        self._sum([p.grad for p in part if p.grad is not None])
 
-    def _sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors in place, next to the backward pass."""
-        with self._side.fork(), dist._coalescing_manager():
+    def _sum(self, name: Hashable, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The sums of tensors over the processes, which may be written to the tensors.
+
+        Args:
+            name: of this sum among those of a step.
+            tensors: fp32 tensors of the same shapes in all processes.
+        """
+        read = sum(tensor.nbytes for tensor in tensors) * (self.world.size - 1)
+        if self._link is not None and 0 < read <= LARGEST:
+            return self._link.sums(name, tensors)
+        with dist._coalescing_manager():
             for tensor in tensors:
                 dist.all_reduce(tensor)
+        return tensors
 
     def sum_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch, after :meth:`reduce_dense`.
@@ -115,8 +144,9 @@ class GradientReducer:
             loss: sum over the local samples, divided by the size of the global batch; 0-d.
         """
         total = loss.detach().clone()
-        self._sum([total])
-        return total
+        self._given.append(total)
+        with self._side.fork():
+            return self._sum("loss", [total])[0]
 
     @torch.no_grad()
     def reduce_dense(self) -> None:
@@ -146,14 +176,13 @@ class GradientReducer:
             else:
                 large.append(parameter)
 
-        grads = [p.grad for p in dense if p.grad is not None]
+        grads = [_wide(p.grad) for p in dense if p.grad is not None]
         tables = [table for p in small for table in self._dense_gradient(p, context.sorter)]
-        if grads or tables:
-            flat = _flatten([*grads, *tables])
-            dist.all_reduce(flat)
-            rest = _set_gradients(dense, flat)
-            for parameter in small:
-                rest = self._set_dense_gradient(parameter, rest, context.sorter)
+        sums = iter(self._sum("tables", [*grads, *tables]))
+        for parameter in dense:
+            parameter.grad = next(sums).to(parameter.dtype)
+        for parameter in small:
+            self._set_dense_gradient(parameter, sums, context.sorter)
 
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
@@ -176,8 +205,7 @@ class GradientReducer:
         """
         assert parameter.grad is not None
         rows, values = parameter.grad._indices()[0], parameter.grad._values()
-        wide = torch.promote_types(values.dtype, torch.float32)
-        table = torch.zeros(parameter.shape, dtype=wide, device=values.device)
+        table = torch.zeros(parameter.shape, dtype=torch.float32, device=values.device)
         minus_one = torch.full((), -1.0, device=values.device)
         found = sorter.result(parameter, rows) if sorter else None
         update_rows("sgd", table, rows, values, lr=minus_one, sorted_rows=found)
@@ -190,26 +218,22 @@ class GradientReducer:
         return not self._skips_zero_gradients or packed_rows(parameter) is not None
 
     def _set_dense_gradient(
-        self, parameter: nn.Parameter, flat: Tensor, sorter: RowSorter | None
-    ) -> Tensor:
-        """Set the gradient of a parameter from the front of ``flat``; returns the rest.
+        self, parameter: nn.Parameter, sums: Iterator[Tensor], sorter: RowSorter | None
+    ) -> None:
+        """Set the gradient of a parameter from the next of the sums.
 
         Unless zero gradients are skipped, it has an entry for every row, so that its shape does not
         depend on the ids. The row of an entry is -2 if the row has no gradient.
         """
-        table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
-        grad = table.view_as(parameter).to(parameter.dtype)
+        grad = next(sums).to(parameter.dtype)
         if not self._needs_mask(parameter):
             parameter.grad = grad
-            return flat
-        num_rows = len(parameter)
-        mask, flat = flat.split([num_rows, flat.numel() - num_rows])
-        order = torch.arange(num_rows, device=mask.device)
-        rows = order.where(mask > 0, -2)
+            return
+        order = torch.arange(len(parameter), device=grad.device)
+        rows = order.where(next(sums) > 0, -2)
         if sorter is not None:
             sorter.submit(parameter, rows, sorted_rows=SortedRows(rows, order))
         parameter.grad = row_gradient(parameter, rows, grad, sparse=True)
-        return flat
 
     def _gather_rows(self, parameter: nn.Parameter, *, equal: bool) -> None:
         """Gather the entries of a row gradient from all processes, in the order of the ranks.
@@ -232,13 +256,5 @@ def _skips_zero_gradients_in(group: dict[str, Any]) -> bool:
     return group["rule"] in ("sgd", "adagrad", "rowwise_adagrad") and not moved
 
 
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
-    """Set the gradients of parameters from the front of ``flat``; returns the rest."""
-    for parameter in parameters:
-        own, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
-        parameter.grad = own.view_as(parameter).to(parameter.dtype)
-    return flat
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
         | str
         | os.PathLike[str]
     )
-
-HostCopy: TypeAlias = Callable[[], tuple[NDArray[np.float32], ...]]
 
 BATCH_SIZE = 16384
 GPU_BATCH_SIZE = 1 << 19
@@ -272,7 +270,7 @@ class Predictor:
         """The probabilities of prepared rows, which fit into a batch."""
         batch = batch_of(self.reader, self.reader.convert(prepared, "the prepared rows"))
         logits, *_ = metrics.predict(self.model, [batch.to(self.device)], bf16=self.bf16)
-        return pa.array(copy_to_host(logits)()[0])
+        return pa.array(on_host(logits)[0])
 
 
 def rows_at_once(model: DLRM, device: torch.device) -> int:
@@ -288,48 +286,14 @@ def rows_at_once(model: DLRM, device: torch.device) -> int:
     return min(GPU_BATCH_SIZE, max(BATCH_SIZE, 1 << fit.bit_length() - 1))
 
 
-def copy_to_host(logits: torch.Tensor, *others: torch.Tensor) -> HostCopy:
-    """Start to copy probabilities and other values of a batch from the device.
+def on_host(logits: torch.Tensor, *others: torch.Tensor) -> list[NDArray[np.float32]]:
+    """The probabilities of ``logits [n]``, and other values as they are, in host memory.
 
-    Args:
-        logits: ``[n]``, of which the probabilities are taken.
-        others: copied as they are.
-
-    Returns:
-        A function that waits for the copy and returns probabilities and others. It raises
-        ``ValueError`` if a logit is not finite.
+    Raises:
+        ValueError: a logit is not finite.
     """
-    found = metrics.sigmoid(logits).float().masked_fill(~logits.isfinite(), torch.nan)
-    host = [_copied(values) for values in (found, *others)]
-    copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
-
-    def wait() -> tuple[NDArray[np.float32], ...]:
-        if copied is not None:
-            copied.synchronize()
-        metrics.require_finite_logits(host[0])
-        return tuple(own.numpy() for own in host)
-
-    return wait
-
-
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    """Values in host memory; those of a GPU arrive later, in pinned memory: others would wait."""
-    if not values.is_cuda:
-        return values.to("cpu", non_blocking=True)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
-
-
-def one_behind(copies: Iterable[HostCopy]) -> Iterator[tuple[NDArray[np.float32], ...]]:
-    """The results of copies to the host, each after the next one was started: the device computes
-    while the host works on them."""
-    last: HostCopy | None = None
-    for copy in copies:
-        if last is not None:
-            yield last()
-        last = copy
-    if last is not None:
-        yield last()
+    metrics.require_finite_logits(logits)
+    return [own.cpu().numpy() for own in (metrics.sigmoid(logits).float(), *others)]
 
 
 def require_new_names(output: Collection[str]) -> None:

@@ -126,8 +126,10 @@ def test_bad_values_name_option_and_rule(capsys, option, value, rule):
 
 @pytest.mark.parametrize("rows", [10**14, 10**18, 10**20])
 def test_an_option_of_a_kind_that_memory_has_no_room_for(capsys, rows):
-    text = mistakes(capsys, "--emb", "cafe", "--cafe.rows", f"{{C3: {rows}}}")
-    assert f"error: --cafe.rows {rows}: there is not enough memory for that; lower it\n" in text
+    text = mistakes(capsys, "--emb", "dynamic", "--dynamic.shared", f"{{C3: {rows}}}")
+    assert (
+        f"error: --dynamic.shared {rows}: there is not enough memory for that; lower it\n" in text
+    )
 
 
 def test_options_go_to_the_rules_that_have_them():

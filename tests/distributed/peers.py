@@ -15,6 +15,7 @@ from tempfile import gettempdir
 import torch
 
 from dlrm.data.batch import Batch
+from dlrm.distributed.peer_exchange import PeerExchange
 from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.peer_memory import SymmetricTensor, bytes_held
 from dlrm.distributed.planner import plan_shards
@@ -154,6 +155,19 @@ def check_memory(world):
     assert not bytes_held(world.device)
 
 
+def check_exchanges(world):
+    """Columns and sums of all processes; each three times, in the same memory."""
+    link, ranks = PeerExchange(world), range(world.size)
+    for step in range(3):
+        every = [torch.arange(6, device=world.device).view(2, 3) + 10 * r + step for r in ranks]
+        assert torch.equal(link.columns(every[world.rank]), torch.cat(every, 1))
+        drawn = [torch.randn(7, 300, generator=torch.Generator().manual_seed(r)) for r in ranks]
+        drawn = [each.to(world.device) * 10 ** (r + step) for r, each in enumerate(drawn)]
+        whole, part = link.sums("all", [drawn[world.rank], drawn[world.rank][0]])
+        assert torch.equal(whole, sum(drawn[1:], drawn[0]))
+        assert torch.equal(part, whole[0])
+
+
 def check_comm_dtype(world):
     """Sums of gradients arrive in fp32, whatever the rows are of, if nothing else is asked for."""
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -171,6 +185,7 @@ def main():
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
     check_memory(world)
     check_comm_dtype(world)
+    check_exchanges(world)
     if "triton" in sys.argv and not on_gpu:
         BATCHES["cpu"], peer_rows.TILE = 14, 64
         peer_rows.use_triton = lambda *_: True

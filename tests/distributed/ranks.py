@@ -124,7 +124,7 @@ def train(
     step = TrainStep(model, optimizers, **options, reducer=reducer)
     if world.size > 1:
         ahead = step.prefetcher.look_ahead(8)
-        peers = spreading is not None and spreading.peers and dtype != "int8"
+        peers = spreading is not None and spreading.peers
         assert ahead == 1 if peers else (ahead > 0) == bool(model.sparse_arch.window_size(1))
     values = []
     whole = batches(multi_hot=multi_hot, totals=totals)
@@ -277,8 +277,9 @@ def check_copies(world, **given):
     for by in ("table", "row", "column"):
         options = {"by": by, "multi_hot": "fixed", "interaction": "dcn", "exchange": "peers"}
         check_training(world, f"copies, by {by}", "dense", **options, **given)
-    options = {"by": "row", "dtype": "int8", "exchange": "peers"}
-    check_training(world, "copies of int8 rows", "dense", **options, **given)
+    for by in ("table", "row"):
+        options = {"by": by, "dtype": "int8", "exchange": "peers"}
+        check_training(world, f"int8 rows at peers, by {by}", "dense", **options, **given)
 
 
 def check_gpus(world, part):

@@ -17,6 +17,7 @@ from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.offload import Offload
 from dlrm.embeddings.paged import Paged
 from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.sparse_arch.arch import SparseArch
 
 SIZES = [1, 3, 40, 131]
 # Options under which small tables are compressed; kinds that are not named have none to set.
@@ -169,7 +170,9 @@ def test_rows_of_int32_ids_in_tables_of_more_than_2_to_31_rows(kind, options):
     ids = torch.arange(40, 44)
     for _ in range(3):
         group(ids.repeat(2, 1))
-    assert group.cache_populate().resident > 0
+    if kind == "tt":
+        assert group.cache_populate().resident > 0
+    group.eval()
     with torch.no_grad():
         for parameter in group.parameters():
             parameter.copy_(torch.randn_like(parameter))
@@ -598,13 +601,10 @@ def test_the_budget_is_used_up_at_kaggle_size(kind, options, used, compression):
         with pytest.raises(ValueError, match=rf"too small for --emb {kind}"):
             available()[kind].for_budget(budget, **options)
         return
-    total = 0
     chosen = available()[kind].for_budget(budget, **options)
-    for rows, own in zip(KAGGLE_CARDINALITIES, chosen, strict=True):
-        form = ("dense", {}) if own is None else (kind, options | own)
-        with torch.device("meta"):
-            group = build(form[0], [rows], 16, **form[1])
-        total += sum(group.footprint()[0].values())
+    plan = [("dense", {}) if own is None else (kind, options | own) for own in chosen]
+    with torch.device("meta"):
+        total = SparseArch(KAGGLE_CARDINALITIES, 16, plan).sizes()["bytes"]
     assert used * budget.size <= total <= budget.size
     if kind in ("hash", "robe"):
         assert len({own["rows"] for own in chosen if own}) == 1, "one cap: one group"

@@ -9,6 +9,7 @@ from torch import nn
 
 from dlrm.embeddings import available
 from dlrm.embeddings.tt import TT
+from dlrm.export.delta import changed_ids
 from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import compile_program, has_compiler, save_onnx, save_program, trace
 from dlrm.kernels.update.packed import PackedParameter
@@ -86,6 +87,30 @@ def test_the_module_scores_like_the_model(case, lists):
     with torch.no_grad():
         expected = torch.sigmoid(model(*own))
     torch.testing.assert_close(module(*given), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["dynamic", "dynamic in pieces"])
+def test_a_delta_knows_the_columns_of_the_ids_that_came_and_left(case):
+    model, states, held = model_of(case), [], []
+    (group,) = (own for own in model.sparse_arch.groups if own.kind() == "dynamic")
+    for begin in (0, 20):
+        for _ in range(8):
+            group.place(torch.arange(begin, begin + 30).repeat(3, 1) + torch.arange(3)[:, None])
+        every = torch.arange(300).repeat(3, 1)
+        rows, few = (
+            group.local_rows(torch.arange(3)[:, None], every),
+            torch.tensor(group.num_shared)[:, None],
+        )
+        held.append([set(own.nonzero()[:, 0].tolist()) for own in rows >= few])
+        module = InferenceModel(copy.deepcopy(model), [False] * 5)
+        states.append(copy.deepcopy(module.state_dict()))
+    columns = [{"name": f"C{feature}"} for feature in range(5)]
+    found = changed_ids(module, *states, columns)
+    features = [feature for feature, rows in enumerate(ROWS) if rows > 10]
+    for feature, before, after in zip(features, *held, strict=True):
+        assert set(found[f"came:C{feature}"].tolist()) == after - before
+        assert set(found[f"evicted:C{feature}"].tolist()) == before - after
+    assert any(map(len, found.values()))
 
 
 @pytest.mark.parametrize("case", ["dense", "drop", "hash", "block", "robe", "cafe"])

@@ -16,7 +16,7 @@ KIND_OPTIONS = {
     "hash": ["--hash.rows", "64"],
     "drop": ["--drop.keep", "64"],
     "robe": ["--robe.rows", "64"],
-    "cafe": ["--cafe.rows", "200", "--populate_every", "7"],
+    "cafe": ["--cafe.rows", "200"],
     "dynamic": ["--dynamic.rows", "600"],
 }
 

@@ -294,7 +294,7 @@ def test_others_are_refused(run, tmp_path, caplog):
     _, model, others = make("dense", rule="sgd")
     with pytest.raises(ValueError, match="the saved optimizer is adam, this one is sgd"):
         found.load(model, others, groups=True)
-    with pytest.raises(ValueError, match=r"step_3 can't be loaded: it has no tensor model\.0"):
+    with pytest.raises(ValueError, match=r"it has no tensor model\.0.*train again"):
         found.load(make("dense", rule="adam")[1].bottom_mlp)
     with pytest.raises(FileNotFoundError, match="is not a checkpoint: name a run directory"):
         Checkpoint.open(run / "checkpoints")

@@ -87,13 +87,14 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
 
 @combinations(
     way=["all", "next", "none", "three", "now and then", "interrupted"],
-    share=[0.1, 1.0],
+    host=[(0.1, "fp32"), (1.0, "fp32"), (0.1, "int8")],
     bags=[False, True],
 )
-def test_rows_of_any_ids_may_be_in_host_memory(way, share, bags, device):
-    found = []
+def test_rows_of_any_ids_may_be_in_host_memory(way, host, bags, device):
+    (share, dtype), found = host, []
     for own in ({}, {"cache_share": share}):
-        model, step = make([("dynamic", {"rows": 90, "admit": 2, **own})] * 3, device)
+        options = {"rows": 90, "admit": 2, "dtype": dtype, **own}
+        model, step = make([("dynamic", options)] * 3, device)
         torch.manual_seed(1)
         batches, values = [draw(64, device) for _ in range(25)], []
         batches = [as_bags(batch) for batch in batches] if bags else batches

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.kernels.lookup.pool import BagContext
+from dlrm.kernels.lookup.tables import RowContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupContext(BagContext):
+class LookupContext(RowContext):
     """Preparations of a training step for the look-ups of its batch, passed down to the ops.
 
     Without it, look-ups return the same vectors and gradients.

@@ -12,32 +12,31 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.common.budget import MANY_IDS, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.dynamic_sizes import index_bytes, shared_rows, slots_of
+from dlrm.embeddings.common.dynamic_sizes import check_options, sizes_of
 from dlrm.embeddings.common.fitting import fit_shared, index_add
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.common.row_caches import CountsIds
 from dlrm.kernels import require_integers
-from dlrm.kernels.dynamic.hashing import GOLDEN, mix, scale, shift
 from dlrm.kernels.dynamic.index import find_rows, place, raise_scores
-from dlrm.kernels.dynamic.new_rows import NewIds, follow_ids, reset_rows, row_states
-from dlrm.kernels.dynamic.scores import RULES, Eviction
+from dlrm.kernels.dynamic.new_rows import NewIds, SharedPieces, follow_ids, reset_rows, row_states
+from dlrm.kernels.dynamic.scores import Eviction
 from dlrm.kernels.dynamic.slot_index import EMPTY, NAMES, Admission, SlotIndex, begin_step
+from dlrm.kernels.lookup.hashing import hashed_offsets
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch
 from dlrm.kernels.offload.row_cache import cached_rows
 from dlrm.kernels.update.packed import storage, write_rows
+from dlrm.utils.offsets import row_offsets
 
 CHUNK = 1 << 18  # ids of a dense table that are placed at a time
-STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets")
+STATE, _SIZES = ("ids", "scores", "time", "sketch", "counts"), ("first", "buckets", "salts")
 
 
 class RowPart(NamedTuple):
-    """A part of the rows of dynamic tables, or of their columns."""
+    """A part of the rows of dynamic tables."""
 
     weight: nn.Parameter
     rows: TableRows
     """Which of the weight's rows are of which table."""
-    first: int = 0
-    """The first column."""
 
 
 class DynamicTables(CountsIds, Embedding):
@@ -66,84 +65,52 @@ class DynamicTables(CountsIds, Embedding):
         cache_share: float | None = None,
         **common: Any,
     ) -> None:
-        if evict not in RULES:
-            raise ValueError(
-                f"dynamic evict is {evict!r}; set --dynamic.evict to one of {', '.join(RULES)}"
-            )
-
-        # Numbers of 1 or more.
-        least = {"half_life": half_life, "age": age, "admit": admit}
-        few = shared if isinstance(shared, list) else [shared] * len(num_embeddings)
-        least |= {"shared": min((own for own in few if own is not None), default=1)}
-        for name, value in least.items():
-            if value < 1:
-                raise ValueError(f"dynamic {name} is {value}; set --dynamic.{name} to 1 or more")
-        if not 0 < chance <= 1:
-            raise ValueError(
-                f"dynamic chance is {chance}, it must be above 0, at most 1; set --dynamic.chance"
-            )
-
-        pieces = 1 if pieces is None else pieces
-        if pieces < 1 or embedding_dim % pieces:
-            raise ValueError(
-                f"dynamic pieces is {pieces}; set --dynamic.pieces to a divisor of the embedding "
-                f"dim, {embedding_dim}"
-            )
-        if pieces > 1 and common.get("dtype") == "int4":
-            raise ValueError(
-                "int4 rows of dynamic tables are not in pieces: leave out --dynamic.pieces, or set "
-                "--tables.dtype int8"
-            )
-
+        self.pieces = pieces or 0
+        rules = Eviction(evict, half_life, age), Admission(admit, chance)
+        check_options(self.kind(), *rules, shared, self.pieces, embedding_dim)
         if cache_share is not None:
-            if evict == "score" or common.get("dtype") is not None:
+            if evict == "score":
                 raise ValueError(
-                    "rows of dynamic tables in host memory are fp32 or bf16, and are fetched ahead "
-                    "of the step, where scores are not known: leave out --dynamic.cache_share, or "
-                    "--dynamic.evict score and int8 or int4 rows"
+                    "rows of dynamic tables in host memory are fetched ahead of the step, where "
+                    "scores are not known: leave out --dynamic.cache_share or --dynamic.evict score"
                 )
             common["cache_share"] = cache_share
-        slots = slots_of(num_embeddings, rows)
-        if sum(slots) >= 2**31:
-            raise ValueError(
-                f"the tables have {sum(slots):,} rows together, dynamic takes up to 2^31 - 1: set "
-                "fewer --dynamic.rows, or give some of them other options, so that they form "
-                "another group"
-            )
-        self.num_slots = tuple(slots)
-        self.num_shared = tuple(map(shared_rows, slots, few))
-        kept = [own + others for own, others in zip(slots, self.num_shared, strict=True)]
-        self.pieces = pieces
-        if pieces > 1:  # those of each table come after the first ones of all
-            common["row_dim"] = embedding_dim // pieces
-        super().__init__(num_embeddings, embedding_dim, num_kept=kept * pieces, **common)  # type: ignore[call-arg]
+
+        # With pieces, the tables share all slots and rows.
+        slots, others = sizes_of(num_embeddings, rows, shared)
+        self.split = slots  # in these proportions they share what they have in common
+        known = zip(num_embeddings, slots, strict=True)
+        bounds = [initial_bound(own if ids >= MANY_IDS else ids) for ids, own in known]
+        tables = len(slots)
+        if self.pieces:
+            common["row_dim"] = embedding_dim // self.pieces
+            slots, others, bounds = [sum(slots)], [sum(others)], [sum(bounds) / tables]
+        self.num_slots, self.num_shared, self.bounds = tuple(slots), tuple(others), bounds
+        kept = [(self.pieces or 1) * (own + few) for own, few in zip(slots, others, strict=True)]
+        super().__init__(num_embeddings, embedding_dim, num_kept=kept, **common)  # type: ignore[call-arg]
 
         # The state of the index, which a checkpoint has, and what follows from the options.
-        index = SlotIndex.empty(slots, Eviction(evict, half_life, age), Admission(admit, chance))
+        sharing = tables if self.pieces else 0
+        index = SlotIndex.empty(slots, *rules, sharing=sharing)
         self._rules = index.eviction, index.admission
-        known = zip(num_embeddings, slots, strict=True)
-        self.bounds = [initial_bound(own if ids >= MANY_IDS else ids) for ids, own in known]
-        for name in STATE:
+        for name in (*STATE, "columns"):
             self.register_buffer(f"_{name}", getattr(index, name))
         self.register_buffer("_seed", torch.randint(2**62, ()))
         self._given_scores: Tensor | None = None  # of the shape of the ids, by set_clock
-        for name in _SIZES:
-            self.register_buffer(f"_{name}", getattr(index, name), persistent=False)
-        self.register_buffer("_num_shared", torch.tensor(self.num_shared), persistent=False)
-        self.register_buffer("_bounds", torch.tensor(self.bounds), persistent=False)
+        derived = {name: getattr(index, name) for name in _SIZES} | {
+            "num_shared": torch.tensor(others).repeat(sharing or 1),
+            "bounds": torch.tensor(bounds).repeat(sharing or 1),
+            "first_piece": torch.arange(sharing) * (self.pieces * sum(others)) // tables,
+        }
+        for name, tensor in derived.items():
+            self.register_buffer(f"_{name}", tensor, persistent=False)
         self._time: Tensor  # [3]
         self._seed: Tensor  # []
+        self._columns: Tensor | None  # [slots]
         self._first: Tensor  # [F]
         self._num_shared: Tensor  # [F]
         self._bounds: Tensor  # [F], of the first values of rows
-        self._offsets: Tensor  # [pieces * F], of rows in one weight: where those of each begin
-        if pieces > 1:  # where the shared pieces of each table end, counted together, and begin
-            each = self._num_shared.repeat(pieces)
-            ends = each.cumsum(0)
-            self.register_buffer("_shared_ends", ends, persistent=False)
-            self.register_buffer("_shared_begins", self._offsets - ends + each, persistent=False)
-            self._shared_ends: Tensor  # [pieces * F]
-            self._shared_begins: Tensor  # [pieces * F]
+        self._first_piece: Tensor  # [F], from which hashes of a table's ids count
         self._follow_ids()
         self.reset_parameters()
 
@@ -155,7 +122,8 @@ class DynamicTables(CountsIds, Embedding):
     @property
     def index(self) -> SlotIndex:
         """The index of the slots, where it is now."""
-        buffers = {name: getattr(self, f"_{name}") for name in STATE + _SIZES}
+        names = (*STATE, "columns", *_SIZES)
+        buffers = {name: getattr(self, f"_{name}") for name in names}
         return SlotIndex(**buffers, eviction=self._rules[0], admission=self._rules[1])
 
     @torch.no_grad()
@@ -204,37 +172,39 @@ class DynamicTables(CountsIds, Embedding):
     # Looking up -------------------------------------------------------------------------------
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        tables, rows = self.pieces_of(tables, ids)
-        return super().vectors(tables, rows, context).flatten(-2)  # type: ignore[safe-super]
+        return super().vectors(*self.stored_rows(tables, ids), context).flatten(-2)  # type: ignore[safe-super]
 
-    def pieces_of(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The pieces of ids as tables and rows of one, ``[..., pieces]``; tables broadcast."""
-        rows = self.piece_rows(tables, ids, self.local_rows(tables, ids))
-        numbers = torch.arange(self.pieces, device=ids.device) * self.num_tables
-        return tables[..., None] + numbers, rows.movedim(0, -1)
+    def stored_rows(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, or pieces of rows, of ids ``[..., pieces]``, and the tables of the weight that
+        they are counted in; tables broadcast.
+        """
+        rows = self.local_rows(tables, ids)
+        if not self.pieces:
+            return tables[..., None], rows[..., None]
+        return tables[..., None] * 0, self.piece_rows(tables, ids, rows)
 
-    def piece_rows(self, tables: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-        """The row of each piece of ids, counted from where the piece of their table begins.
-
-        A shared piece may be any shared piece of the group, of any table: the more ids a table has,
-        the more of them it uses.
+    def piece_rows(self, tables: Tensor, ids: Tensor, rows: Tensor | None) -> Tensor:
+        """The rows of the weight that are the pieces of ids. A shared piece may be any one of the
+        group: the more ids a table has, the more of them it uses.
 
         Args:
             tables: of the ids; they broadcast against them.
             ids: ``[...]``.
-            rows: those of :meth:`local_rows`.
+            rows: those of :meth:`local_rows`; None: all ids have shared ones.
 
         Returns:
-            ``[pieces, ...]``.
+            ``[..., pieces]``.
         """
-        if self.pieces == 1:
-            return rows[None]
-        number = torch.arange(self.pieces, device=ids.device).view(-1, *[1] * ids.dim())
-        key = mix(ids.long() + 1 + number * GOLDEN.value) ^ mix(tables + 1)
-        shared = scale(shift(key, 16), self._shared_ends[-1])
-        holder = torch.bucketize(shared, self._shared_ends, right=True)
-        shared += self._shared_begins[holder] - self._offsets[tables + number * self.num_tables]
-        return torch.where(rows < self._num_shared[tables], shared, rows)
+        shared, few = self._shared_pieces, self.num_shared[0]
+        first = shared.first if tables is self._tables else shared.first[tables]
+        return hashed_offsets(
+            first, ids, self.pieces, shared.size, start=shared.start, rows=rows, few=few
+        )
+
+    @property
+    def _shared_pieces(self) -> SharedPieces:
+        size, start = (self.pieces * own[0] for own in (self.num_shared, self.num_slots))
+        return SharedPieces(self._first_piece, size, start, self.pieces)
 
     def _placed_rows(
         self, tables: Tensor, ids: Tensor, context: LookupContext, end: Tensor | None = None
@@ -243,7 +213,6 @@ class DynamicTables(CountsIds, Embedding):
         trained = self.row_parts[0].weight.requires_grad
         if not (self.training and torch.is_grad_enabled() and trained):
             return self.local_rows(tables, ids)
-        begin_step(self.index)
         if context.gather_ids is None:
             return self._place(tables, ids, end)
         of_all, every, own = context.gather_ids(tables, ids)
@@ -254,37 +223,38 @@ class DynamicTables(CountsIds, Embedding):
         """Give rows to new ids ``[F, B]``, as a training step does; returns the row of each id
         within its table.
         """
-        begin_step(self.index)
         return self._place(self._tables[:, None], ids, None)
 
     @torch.no_grad()
-    def _place(self, tables: Tensor, ids: Tensor, end: Tensor | None) -> Tensor:
-        """Place ids in the step that has begun; returns the row of each in its table."""
+    def _place(
+        self, tables: Tensor, ids: Tensor, end: Tensor | None, *, loads: bool = False
+    ) -> Tensor:
+        """Place ids of a step; returns the row of each in its table. Ids that are loaded are all of
+        the step that has begun, and need no admission.
+        """
         scores = self._given_scores
         if scores is not None and scores.shape != ids.shape:
             raise ValueError(
                 f"the scores have shape {tuple(scores.shape)} and the ids {tuple(ids.shape)}: give "
                 "set_clock one score for each look-up of the step, in one process"
             )
-        placed = place(self.index, self._num_shared, tables, ids, end=end)
+        index = self.index._replace(admission=Admission()) if loads else self.index
+        placed = place(index, self._num_shared, tables, ids, end=end, begins=not loads)
         if scores is not None:
             raise_scores(self.index, self._num_shared, tables, placed.rows, scores)
 
         # An id starts from the pieces that it shared, with their optimizer state. Without pieces it
         # starts from the row that it started from before, if it comes back.
         new = NewIds(placed, tables, ids, self._num_shared, self._bounds)
-        sources = None
-        if self.pieces > 1:
-            sources = self.piece_rows(tables, ids, torch.zeros_like(placed.rows))
-        for number, part in enumerate(self.row_parts):
+        for part in self.row_parts:
             cached = cached_rows(part.weight)
             reset_rows(
                 part.weight,
                 row_states(part.weight) or [],
                 part.rows,
                 new,
-                self._seed + part.first if part.first else self._seed,
-                sources=None if sources is None else sources[number],
+                self._seed,
+                pieces=self._shared_pieces if self.pieces else None,
                 cached=cached.cached_slots if cached is not None and cached.active else None,
             )
         return placed.rows
@@ -306,14 +276,15 @@ class DynamicTables(CountsIds, Embedding):
         """Copy the rows of dense tables, each ``[V, D]``, to the ids 0 to V - 1.
 
         If they do not all fit, the first ones do: they are the most frequent. A shared row becomes
-        the mean of those of its other ids; a piece as in
-        :func:`~dlrm.embeddings.common.fitting.fit_shared`.
+        the mean of those of its other ids. With pieces, the longest rows fit, which training has
+        moved most, and shared pieces are as in :func:`~dlrm.embeddings.common.fitting.fit_shared`.
         """
         self._check_dense(weights)
         self._clear()
         begin_step(self.index)  # all ids are of one step, so that none is evicted
-        placed: list[list[Tensor]] = [[] for _ in weights]
-        for table, weight in enumerate(weights):
+        if self.pieces:
+            self._load_pieces(weights)
+        for table, weight in enumerate(weights if not self.pieces else ()):
             few, dim = self.num_shared[table], self.embedding_dim
             total = torch.zeros(few, dim + 1, device=weight.device)
 
@@ -321,35 +292,49 @@ class DynamicTables(CountsIds, Embedding):
             for start in range(0, len(weight), CHUNK):
                 part = weight[start : start + CHUNK]
                 ids = torch.arange(start, start + len(part), device=weight.device)
-                tables = torch.full_like(ids, table)
-                local = self._place(tables, ids, None)
+                local = self._place(torch.full_like(ids, table), ids, None, loads=True)
                 own = local >= few
                 self._write(table, local[own], part[own])
-                placed[table].append(ids[own])
                 counted = torch.cat([part.float(), torch.ones_like(part[:, :1].float())], 1)
                 index_add(total, local[~own], counted[~own])
 
-            if self.pieces == 1 and total[:, dim].any():
+            if total[:, dim].any():
                 means = total[:, :dim] / total[:, dim:].clamp(min=1)
                 self._write(table, torch.arange(few, device=means.device), means)
         self.index.counts.zero_()
 
-        if self.pieces > 1:
-            weight = self.row_parts[0].weight
-            fit_shared(weight, weights, self._rows_of_pieces, [torch.cat(own) for own in placed])
+    def _load_pieces(self, weights: Sequence[Tensor]) -> None:
+        """The longest rows of dense tables get rows of their own."""
+        length = torch.cat([weight.float().norm(dim=1) for weight in weights])
+        longest = length.sort(descending=True, stable=True).indices[: self.num_slots[0]]
+        starts = row_offsets(self.num_embeddings).to(longest.device)
+        tables = torch.bucketize(longest, starts, right=True) - 1
+        ids = longest - starts[tables]
+        parts = zip(tables.split(CHUNK), ids.split(CHUNK), strict=True)
+        rows = torch.cat([self._place(*part, None, loads=True) for part in parts])
+        own, placed = rows >= self.num_shared[0], []
+        for table, weight in enumerate(weights):
+            here = own & (tables == table)
+            placed.append(ids[here])
+            self._write(0, rows[here], weight[ids[here]])
 
-    def _rows_of_pieces(self, table: int, ids: Tensor) -> Tensor:
-        """The rows of the weight that are the pieces of ids ``[n]``, ``[n, pieces]``."""
-        numbers, rows = self.pieces_of(torch.full_like(ids, table), ids)
-        return rows + self._offsets[numbers]
+        def pieces(table: int, ids: Tensor) -> Tensor:
+            return self.piece_rows(self._tables[table], ids, None)
+
+        fit_shared(self.row_parts[0].weight, weights, pieces, placed)
 
     def _write(self, table: int, rows: Tensor, values: Tensor) -> None:
         """Set rows of a table to ``values [n, D]``, where they are."""
+        if self.pieces:  # those of shared rows come last
+            own, few = self.num_slots[0], self.num_shared[0]
+            rows = torch.where(rows < few, rows + own, rows - few)
+            pieces = torch.arange(self.pieces, device=rows.device)
+            rows = (rows[:, None] * self.pieces + pieces).flatten()
+            values = values.reshape(len(rows), self.embedding_dim // self.pieces)
         for part in self.row_parts:
             if not part.weight.is_meta:
                 to, here = held_rows_torch(rows, torch.full_like(rows, table), part.rows)
-                columns = slice(part.first, part.first + part.weight.shape[1])
-                write_rows(part.weight, to[here], values[here, columns])
+                write_rows(part.weight, to[here], values[here])
 
     def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
         if self.num_embeddings[table] >= MANY_IDS:
@@ -365,17 +350,14 @@ class DynamicTables(CountsIds, Embedding):
         """Bytes of each table: ``weights`` with the shared rows, and ``index`` for which id has
         which row, with scores and sketch.
         """
-        own = [index_bytes(slots) for slots in self.num_slots]
-        rest = sum(
-            getattr(self, f"_{name}").nbytes for name in ("time", "sketch", "counts", "seed")
-        )
-        split = split_by_rows(rest, self.num_slots)
         parts = super().footprint()  # type: ignore[safe-super]
-        pieces = [parts[table :: self.num_tables] for table in range(self.num_tables)]
-        weights = [{name: sum(part[name] for part in own) for name in own[0]} for own in pieces]
+        if self.pieces:
+            split = {name: split_by_rows(size, self.split) for name, size in parts[0].items()}
+            parts = [{n: split[n][table] for n in split} for table in range(self.num_tables)]
+        index = split_by_rows(self.index.nbytes + self._seed.nbytes, self.split)
         return [
-            {**table, "index": table.get("index", 0) + size + share}
-            for table, size, share in zip(weights, own, split, strict=True)
+            {**part, "index": part.get("index", 0) + size}
+            for part, size in zip(parts, index, strict=True)
         ]
 
     # Moving and loading may replace the parameter ----------------------------------------------

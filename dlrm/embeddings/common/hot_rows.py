@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import gcd
 from typing import Self
 
@@ -30,14 +30,10 @@ class PopulateReport:
     """Norm of the error with which the evicted rows were written back, relative to their norm."""
     reset: dict[str, Tensor]
     """By parameter name, the rows that now belong to other ids: their optimizer state is void."""
-    sources: dict[str, Tensor] = field(default_factory=dict)
-    """The rows of the same parameter that these are copies of, if they are copies."""
 
     def values(self) -> dict[str, float]:
         """The numbers to log."""
-        values = {
-            name: value for name, value in vars(self).items() if name not in ("reset", "sources")
-        }
+        values = {name: value for name, value in vars(self).items() if name != "reset"}
         return {**values, "hit_rate": self.hits / max(self.lookups, 1)}
 
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.common.dynamic_tables import STATE
 from dlrm.kernels.dynamic.index import place
-from dlrm.kernels.dynamic.slot_index import SlotIndex, begin_step
-from dlrm.utils.bags import Bags
+from dlrm.kernels.dynamic.slot_index import SlotIndex
 from dlrm.utils.graph_recorder import RecordedByShape
 
 ROOM = 8  # ids of bags are padded by up to one in so many: batches of like sizes share a graph
@@ -30,7 +29,8 @@ class IndexAhead:
     """
 
     def __init__(self, index: SlotIndex, num_shared: Tensor) -> None:
-        self._index = index._replace(**{name: getattr(index, name).clone() for name in STATE})
+        copies = {name: getattr(index, name).clone() for name in STATE}
+        self._index = index._replace(**copies, columns=None)
         self._place = RecordedByShape(
             partial(_place, self._index, num_shared), self.device, "lookups"
         )
@@ -54,15 +54,15 @@ class IndexAhead:
         """The row of each of ``ids [F, B]`` within its table, when its step has begun."""
         return self._place(tables, ids).clone()
 
-    def place_bags(self, bags: Bags, num_tables: int) -> Tensor:
-        """The row of each id of bags within its table, ``[nnz]``."""
-        tables, ids, count = bags.tables(num_tables), bags.ids, len(bags.ids)
+    def place_bags(self, tables: Tensor, ids: Tensor, end: Tensor) -> Tensor:
+        """The row of each id of bags within its table, ``[nnz]``; ``end [1]`` of them are used."""
+        count = len(ids)
         if not ids.is_cuda:
             return self._place(tables, ids)
         unit = max(1, (1 << count.bit_length()) // (2 * ROOM))
         padding = (0, -count % unit)
         tables, ids = functional.pad(tables, padding), functional.pad(ids, padding)
-        return self._place(tables, ids, bags.offsets[-1:])[:count].clone()
+        return self._place(tables, ids, end)[:count].clone()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """For copies of the tables, which have none until they train."""
@@ -73,6 +73,5 @@ class IndexAhead:
 def _place(
     index: SlotIndex, num_shared: Tensor, tables: Tensor, ids: Tensor, end: Tensor | None = None
 ) -> Tensor:
-    """Begin a step, and give its ids their rows."""
-    begin_step(index)
+    """Give the ids of a step their rows."""
     return place(index, num_shared, tables, ids, end=end).rows

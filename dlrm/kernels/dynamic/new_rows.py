@@ -9,16 +9,31 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tl, triton, use_triton
-from dlrm.kernels.dynamic._index import Lookups
+from dlrm.kernels.dynamic._find import Lookups
 from dlrm.kernels.dynamic.hashing import GOLDEN, mix, mix_triton, uniform
 from dlrm.kernels.dynamic.index import PROGRAMS, lookups_of
 from dlrm.kernels.dynamic.slot_index import Placed
+from dlrm.kernels.lookup.hashing import hash32_triton, hashed_offsets_torch
 from dlrm.kernels.lookup.tables import TableRows, held_rows_torch, row_of
 from dlrm.kernels.update._packed import load_packed, store_packed
 from dlrm.kernels.update.cached_slots import CachedSlots, place_of
 from dlrm.kernels.update.packed import CHUNK, read_rows, storage, stored_values, write_rows
 
 TILE = 1024  # elements of the rows that a program writes at a time
+
+
+class SharedPieces(NamedTuple):
+    """The pieces of shared rows, in an array that comes after the pieces of own rows."""
+
+    first: Tensor
+    """Where the hashes of each table begin, ``[F]``; see
+    :func:`~dlrm.kernels.lookup.hashing.hashed_offsets`."""
+    size: int
+    """Pieces of the array."""
+    start: int
+    """Pieces before it."""
+    number: int
+    """Pieces of a row."""
 
 
 class NewIds(NamedTuple):
@@ -67,21 +82,23 @@ def first_values(tables: Tensor, ids: Tensor, bounds: Tensor, seed: Tensor, dim:
 
 @triton.jit
 def _reset_rows(
-    data, wide, states, slots, strides, to_cache, table_rows, num_shared, lookups, placed, sources,
+    data, wide, states, slots, strides, to_cache, table_rows, num_shared, lookups, placed, pieces,
     bounds, seed, F: tl.constexpr, D: tl.constexpr, WIDTHS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write the first values of the rows that new ids got, and their states."""
     column = tl.arange(0, BLOCK_D)[None, :]
-    count = tl.load(placed.number)
+    count = tl.load(placed.number) * PIECES
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         j = start + tl.arange(0, BLOCK)
         live = j < count
-        k = tl.load(placed.missing + j, mask=live, other=0)
+        k = tl.load(placed.missing + j // PIECES, mask=live, other=0)
         id = tl.load(lookups.ids + k, mask=live, other=0).to(tl.int64)
         table = tl.load(lookups.tables + k // lookups.repeat, mask=live, other=0)
-        row = tl.load(placed.rows + k, mask=live, other=0)
-        live &= row >= tl.load(num_shared + table)
+        row, few = tl.load(placed.rows + k, mask=live, other=0), tl.load(num_shared + table)
+        live &= row >= few
+        if pieces is not None:
+            row = (row - few) * PIECES + j % PIECES
         if table_rows.held is not None:
             row -= tl.load(table_rows.held + table)
             live &= (row >= 0) & (row < tl.load(table_rows.held + F + table))
@@ -91,13 +108,15 @@ def _reset_rows(
         if slots is not None:
             slot = tl.load(slots + row, mask=live, other=-1)
 
-        if sources is None:
+        if pieces is None:
             key = mix_triton(mix_triton(id ^ tl.load(seed)) + (table + 1) * GOLDEN)
             bits = mix_triton(key[:, None] + (column + 1).to(tl.int64) * GOLDEN) >> 40 & 0xFFFFFF
             value = (bits - (1 << 23)).to(tl.float32) * 2.0**-23
             value *= tl.load(bounds + table, mask=live, other=0.0).to(tl.float32)[:, None]
         else:
-            source = row_of(tl.load(sources + k, mask=live, other=0), table, table_rows)
+            begin = tl.load(pieces.first + table, mask=live, other=0)
+            source = begin + hash32_triton(id * PIECES + j % PIECES)
+            source = pieces.start + source % pieces.size
             source_slot = slot
             if slots is not None:
                 source_slot = tl.load(slots + source, mask=live, other=-1)
@@ -123,7 +142,7 @@ def _reset_rows(
         for index in tl.static_range(len(WIDTHS)):
             mask = live[:, None] & (column < WIDTHS[index])
             state = tl.zeros([BLOCK, BLOCK_D], tl.float32).to(states[index].dtype.element_ty)
-            if sources is not None:
+            if pieces is not None:
                 place = place_of(source, source_slot, to_cache[index + 1])
                 at = (place * strides[index + 1])[:, None] + column
                 state = tl.load(states[index] + at, mask=mask)
@@ -140,7 +159,7 @@ def reset_rows(
     new: NewIds,
     seed: Tensor,
     *,
-    sources: Tensor | None = None,
+    pieces: SharedPieces | None = None,
     cached: CachedSlots | None = None,
     impl: str | None = None,
 ) -> None:
@@ -152,14 +171,13 @@ def reset_rows(
         table_rows: the rows of the tables in the weight, or those of them that it holds.
         new: the new ids among the look-ups.
         seed: see :func:`first_values`.
-        sources: for each look-up the row of its table, as ``placed.rows`` counts them, that a new
-            row and its states are copies of, contiguous. None: new rows are drawn by
-            :func:`first_values`, and their states are zero.
+        pieces: a new row and its states are copies of these; the weight has pieces of rows. None:
+            new rows are drawn by :func:`first_values`, their states are zero.
         cached: the cached rows of weight and states, if these are in host memory.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(new.ids, impl):
-        _reset_rows_torch(weight, states, table_rows, new, seed, sources, cached)
+        _reset_rows_torch(weight, states, table_rows, new, seed, pieces, cached)
         return
     lookups: Lookups = lookups_of(new.tables, new.ids, None)
     if not lookups.n:
@@ -174,8 +192,8 @@ def reset_rows(
         slots, to_cache = cached.slots, cached.to_cache
     _reset_rows[min(triton.cdiv(lookups.n, block), PROGRAMS),](
         data, wide, tuple(states), slots, strides, to_cache, table_rows, new.num_shared, lookups,
-        new.placed, sources, new.bounds, seed, F=len(new.num_shared), D=dim, BLOCK=block,
-        BLOCK_D=block_d, FORMAT=packing,
+        new.placed, pieces, new.bounds, seed, F=len(new.num_shared), D=dim, BLOCK=block,
+        BLOCK_D=block_d, FORMAT=packing, PIECES=1 if pieces is None else pieces.number,
         WIDTHS=tuple(state.numel() // len(weight) for state in states),
     )  # fmt: skip
 
@@ -186,7 +204,7 @@ def _reset_rows_torch(
     table_rows: TableRows,
     new: NewIds,
     seed: Tensor,
-    sources: Tensor | None,
+    pieces: SharedPieces | None,
     cached: CachedSlots | None,
 ) -> None:
     """:func:`reset_rows` in PyTorch, which packs rows with the best of several scales."""
@@ -194,10 +212,16 @@ def _reset_rows_torch(
     table = new.tables.expand_as(new.ids).reshape(-1)[missing]
     rows, id = new.placed.rows.view(-1)[missing], new.ids.reshape(-1)[missing].long()
     own = rows >= new.num_shared[table]
-    missing, table, id = missing[own], table[own], id[own]
-    rows, here = held_rows_torch(rows[own], table, table_rows)
-    missing, rows, table, id = missing[here], rows[here], table[here], id[here]
-    source = None if sources is None else sources.view(-1)[missing] + table_rows.starts[table]
+    missing, table, id, rows = missing[own], table[own], id[own], rows[own]
+    source = None
+    if pieces is not None:
+        first, size, start, number = pieces
+        source = hashed_offsets_torch(first[table], id, number, size, start=start).view(-1)
+        each = torch.arange(number, device=rows.device)
+        rows = ((rows - new.num_shared[table])[:, None] * number + each).view(-1)
+        table, id = table.repeat_interleave(number), id.repeat_interleave(number)
+    rows, here = held_rows_torch(rows, table, table_rows)
+    rows, table, id = rows[here], table[here], id[here]
     for at in torch.arange(len(rows), device=rows.device).split(CHUNK):
         if cached is not None and source is not None:
             cached.write(0, rows[at], cached.read(0, source[at]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlrm.kernels.dynamic import _index as kernels
+from dlrm.kernels.dynamic import _place as kernels
+from dlrm.kernels.dynamic._find import SEED
 from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix, scale, shift
 from dlrm.kernels.dynamic.scores import KEPT, priority, used
 from dlrm.kernels.dynamic.slot_index import EMPTY, LANES, ROUNDS, Placed, SlotIndex
@@ -41,7 +42,10 @@ def local_rows_torch(
 
 def find_rows_torch(index: SlotIndex, num_shared: Tensor, tables: Tensor, ids: Tensor) -> Tensor:
     """:func:`dlrm.kernels.dynamic.index.find_rows` in PyTorch."""
-    flat_tables, flat = tables.expand_as(ids).reshape(-1), ids.reshape(-1).long()
+    flat_tables, flat = (
+        tables.expand_as(ids).reshape(-1),
+        index.keys(tables, ids).reshape(-1).long(),
+    )
     slots = find_torch(index, flat_tables, flat)
     return local_rows_torch(index, num_shared, flat_tables, flat, slots).view(ids.shape)
 
@@ -54,7 +58,8 @@ def place_torch(
     end: Tensor | None = None,
 ) -> Placed:
     """:func:`dlrm.kernels.dynamic.index.place` in PyTorch; the step has begun."""
-    shape, tables, ids = ids.shape, tables.expand_as(ids).reshape(-1), ids.reshape(-1).long()
+    shape, ids = ids.shape, index.keys(tables, ids).reshape(-1).long()
+    tables = tables.expand(shape).reshape(-1)
     live = torch.ones_like(ids, dtype=torch.bool)
     if end is not None:
         live = torch.arange(len(ids), device=ids.device) < end
@@ -99,7 +104,7 @@ def _admit(index: SlotIndex, tables: Tensor, ids: Tensor, uses: Tensor) -> Tenso
             index.sketch.index_add_(0, own, uses.int())
         admitted &= index.sketch[cells].amin(0) >= admission.after
     if admission.chance < 1:
-        draw = mix(mix(ids ^ kernels.SEED.value) + tables + index.time[0] * GOLDEN.value)
+        draw = mix(mix(ids ^ SEED.value) + tables + index.time[0] * GOLDEN.value)
         admitted &= (draw & LOW.value) < admission.limit
     return admitted
 
@@ -111,14 +116,19 @@ def _take(index: SlotIndex, tables: Tensor, ids: Tensor) -> Tensor:
     number, last = 0, False
     while not last and len(wanting := (slots < 0).nonzero()[:, 0]):
         last = number == ROUNDS - 1
-        found = _take_round(index, choices[wanting], ids[wanting], last=last)
+        of_wanting = tables[wanting], ids[wanting]
+        found = _take_round(index, choices[wanting], *of_wanting, last=last)
         slots[wanting] = found
         number = number + 1 if (found >= 0).any() else ROUNDS - 1  # others would change nothing
     return slots
 
 
-def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -> Tensor:
-    """One round: half of the empty slots of a bucket or, in the ``last`` one, any slots."""
+def _take_round(
+    index: SlotIndex, choices: Tensor, tables: Tensor, ids: Tensor, *, last: bool
+) -> Tensor:
+    """One round: half of the empty slots of a bucket; if there are none, or in the ``last`` round,
+    any slots.
+    """
     scores = index.scores.view(-1, LANES)
 
     def order(buckets: Tensor) -> Tensor:
@@ -141,13 +151,16 @@ def _take_round(index: SlotIndex, choices: Tensor, ids: Tensor, *, last: bool) -
     rank = torch.arange(len(own), device=ids.device) - begin[number]
     values, lanes = order(touched).sort(dim=1, stable=True)
     lane = rank.clamp(max=LANES - 1)
-    most = LANES if last else ((values < 0).sum(1)[number] + 1) // 2
+    empty = (values < 0).sum(1)[number]
+    most = torch.where((empty > 0) & (not last), (empty + 1) // 2, LANES)
     fits = (rank < most) & (values[number, lane] < KEPT.value)
 
     own, slot = own[fits], (sorted_bucket * LANES + lanes[number, lane])[fits]
     index.counts[1] += len(slot)
     index.counts[2] += (index.ids[slot] != EMPTY).sum()
     index.ids[slot] = ids[own]
+    if index.columns is not None:
+        index.columns[slot] = tables[own].to(index.columns.dtype)
     index.scores[slot] = used(torch.zeros_like(slot), index.now, index.eviction).int()
     slots = torch.full_like(ids, -1)
     slots[own] = slot

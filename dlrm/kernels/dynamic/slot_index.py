@@ -9,7 +9,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dlrm.kernels.dynamic import _index as kernels
+from dlrm.kernels.dynamic import _find as kernels
+from dlrm.kernels.dynamic.hashing import mix
 from dlrm.kernels.dynamic.scores import Eviction, Now
 
 LANES, EMPTY = kernels.LANES.value, kernels.EMPTY.value
@@ -40,6 +41,11 @@ class SlotIndex(NamedTuple):
     """Id of each slot, ``[slots]`` int64; :data:`EMPTY` for none."""
     scores: Tensor
     """``[slots]`` int32; 0 for empty ones, -1 beyond the last slot of a table."""
+    columns: Tensor | None
+    """Number of the table whose id a slot has, ``[slots]``, of tables that share them; else None.
+    """
+    salts: Tensor | None
+    """And what their ids are combined with, so that those of different tables differ, ``[F]``."""
     first: Tensor
     """First bucket of each table, ``[F]`` int64."""
     buckets: Tensor
@@ -60,6 +66,8 @@ class SlotIndex(NamedTuple):
         eviction: Eviction | None = None,
         admission: Admission | None = None,
         device: torch.device | None = None,
+        *,
+        sharing: int = 0,
     ) -> Self:
         """An index of tables with so many ``slots`` each.
 
@@ -67,6 +75,7 @@ class SlotIndex(NamedTuple):
             slots: of each table, 1 or more; they take whole buckets.
             eviction, admission: by default that of each class.
             device: of the tensors; by default that of PyTorch.
+            sharing: number of tables that share the slots of a single one; 0: none do.
         """
         admission = admission or Admission()
         buckets = [buckets_for(own) for own in slots]
@@ -76,10 +85,18 @@ class SlotIndex(NamedTuple):
         scores = torch.zeros(total, dtype=torch.int32, device=device)
         for end, own in zip(accumulate(buckets), slots, strict=True):
             scores[LANES * end - -own % LANES : LANES * end] = -1
+        columns, salts, first = None, None, sizes.cumsum(0) - sizes
+        if sharing:
+            number = torch.uint8 if sharing <= 256 else torch.int16
+            columns = torch.zeros(total, dtype=number, device=device)
+            salts = mix(torch.arange(sharing, device=device) + 1)
+            first, sizes = first.repeat(sharing), sizes.repeat(sharing)
         return cls(
             ids=torch.full((total,), EMPTY, device=device),
             scores=scores,
-            first=sizes.cumsum(0) - sizes,
+            columns=columns,
+            salts=salts,
+            first=first,
             buckets=sizes,
             time=torch.tensor([0, 0, 1], device=device),
             sketch=torch.zeros(cells, dtype=torch.int32, device=device),
@@ -87,6 +104,16 @@ class SlotIndex(NamedTuple):
             eviction=eviction or Eviction(),
             admission=admission,
         )
+
+    def keys(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """The ids in slots that stand for ids of tables, which broadcast against them."""
+        return ids if self.salts is None else ids ^ self.salts[tables]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all but what follows from the sizes of the tables."""
+        kept = self.ids, self.scores, self.columns, self.time, self.sketch, self.counts
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     @property
     def now(self) -> Now:
@@ -116,7 +143,12 @@ def begin_step(index: SlotIndex) -> None:
     """Advance the step and the clock, and halve a part of the counts of ids without a slot."""
     index.time[0] += 1
     index.time[1] += index.time[2]
-    if index.admission.after > 1:  # each once in a half-life
+    age_sketch(index)
+
+
+def age_sketch(index: SlotIndex) -> None:
+    """Halve a part of the counts of ids without a slot: each once in a half-life."""
+    if index.admission.after > 1:
         cells = len(index.sketch)
         part = -(-cells // index.eviction.half_life)
         at = torch.arange(part, device=index.sketch.device) + index.time[0] * part

@@ -25,27 +25,46 @@ def hash32(keys: Tensor) -> Tensor:
 
 
 @triton.jit
+def hash32_triton(key):
+    """:func:`hash32` in a kernel."""
+    key = (key ^ (key >> 32)) & MASK
+    key = ((key ^ (key >> 16)) * MULTIPLIER) & MASK
+    key = ((key ^ (key >> 16)) * MULTIPLIER) & MASK
+    return key ^ (key >> 16)
+
+
+@triton.jit
 def _hashed_offsets(
-    first, ids, out, n, count, repeat, size, block, PIECES: tl.constexpr, BLOCK: tl.constexpr
+    first, ids, rows, out, n, count, repeat, size, block, start, few, width, strides,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The offset of one piece per element; ``first`` has ``count`` entries, each for ``repeat`` ids
-    one after another, in turn.
+    one after another, in turn. Ids and rows are in lines of ``width`` with ``strides``.
     """
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     at = k // PIECES
-    piece = tl.load(ids + at, mask=inside, other=0).to(tl.int64) * PIECES + k % PIECES
+    place = at // width * strides[0] + at % width * strides[1]
+    piece = tl.load(ids + place, mask=inside, other=0).to(tl.int64) * PIECES + k % PIECES
     begin = tl.load(first + at // repeat % count, mask=inside, other=0)
-    key = piece // block
-    key = (key ^ (key >> 32)) & MASK
-    key = ((key ^ (key >> 16)) * MULTIPLIER) & MASK
-    key = ((key ^ (key >> 16)) * MULTIPLIER) & MASK
-    key = key ^ (key >> 16)
-    tl.store(out + k, (begin + key + piece % block) % size, mask=inside)
+    offset = start + (begin + hash32_triton(piece // block) + piece % block) % size
+    if rows is not None:
+        own = tl.load(rows + place, mask=inside, other=0) - few
+        offset = tl.where(own >= 0, own * PIECES + k % PIECES, offset)
+    tl.store(out + k, offset, mask=inside)
 
 
 def hashed_offsets(
-    first: Tensor, ids: Tensor, pieces: int, size: int, *, block: int = 1, impl: str | None = None
+    first: Tensor,
+    ids: Tensor,
+    pieces: int,
+    size: int,
+    *,
+    block: int = 1,
+    start: int = 0,
+    rows: Tensor | None = None,
+    few: int = 0,
+    impl: str | None = None,
 ) -> Tensor:
     """Offsets of the pieces of rows in an array that all tables share.
 
@@ -60,6 +79,10 @@ def hashed_offsets(
         pieces: pieces of a row.
         size: pieces of the array.
         block: pieces of a block.
+        start: number of pieces before the array.
+        rows: of the shape of ``ids``: those from ``few`` on are rows that ids have for themselves,
+            whose pieces come first, before the array.
+        few: see ``rows``.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -67,21 +90,39 @@ def hashed_offsets(
     """
     shape = torch.broadcast_shapes(first.shape, ids.shape)
     of_runs = first.shape == (*ids.shape[:-1], 1)
+    array = {"block": block, "start": start}
     regular = of_runs or first.numel() in (1, ids.numel()) or first.shape == ids.shape[-1:]
     if not use_triton(ids, impl) or ids.shape != shape or not regular:
-        return hashed_offsets_torch(first, ids, pieces, size, block=block)
+        return hashed_offsets_torch(first, ids, pieces, size, **array, rows=rows, few=few)
     out = torch.empty(*shape, pieces, dtype=torch.int64, device=ids.device)
     if out.numel():
+        if ids.dim() != 2 or (rows is not None and rows.stride() != ids.stride()):
+            ids, rows = ids.reshape(1, -1), None if rows is None else rows.reshape(1, -1)
+        width, strides = ids.shape[1], ids.stride()
         _hashed_offsets[triton.cdiv(out.numel(), BLOCK),](
-            first.contiguous(), ids.contiguous(), out, out.numel(), first.numel(),
-            ids.shape[-1] if of_runs else 1, size, block, PIECES=pieces, BLOCK=BLOCK,
+            first.contiguous(), ids, rows, out, out.numel(), first.numel(),
+            ids.shape[-1] if of_runs else 1, size, block, start, few, width, strides,
+            PIECES=pieces, BLOCK=BLOCK,
         )  # fmt: skip
     return out
 
 
 def hashed_offsets_torch(
-    first: Tensor, ids: Tensor, pieces: int, size: int, *, block: int = 1
+    first: Tensor,
+    ids: Tensor,
+    pieces: int,
+    size: int,
+    *,
+    block: int = 1,
+    start: int = 0,
+    rows: Tensor | None = None,
+    few: int = 0,
 ) -> Tensor:
     """:func:`hashed_offsets` in PyTorch, for all shapes that broadcast."""
-    piece = ids[..., None].long() * pieces + torch.arange(pieces, device=ids.device)
-    return (first[..., None] + hash32(piece // block) + piece % block) % size
+    number = torch.arange(pieces, device=ids.device)
+    piece = ids[..., None].long() * pieces + number
+    offsets = start + (first[..., None] + hash32(piece // block) + piece % block) % size
+    if rows is None:
+        return offsets
+    own = rows[..., None] - few
+    return torch.where(own >= 0, own * pieces + number, offsets)

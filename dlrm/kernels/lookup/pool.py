@@ -21,8 +21,15 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, triton
 from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
 from dlrm.kernels.lookup.source import RowSource, Weight
-from dlrm.kernels.lookup.tables import RowContext, TableRows, held_rows_torch, lookup, tiling
-from dlrm.kernels.update.in_backward import FusedUpdate
+from dlrm.kernels.lookup.tables import (
+    NO_ROW_CONTEXT,
+    Request,
+    RowContext,
+    TableRows,
+    held_rows_torch,
+    lookup,
+    tiling,
+)
 from dlrm.kernels.update.packed import packed_rows, storage
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
@@ -35,35 +42,21 @@ CHUNK = 4  # rows of a bag that are in flight together
 
 
 @dataclass(frozen=True, kw_only=True)
-class BagContext(RowContext):
-    """Preparations of a training step for a look-up of bags, whose rows are summed in fp32."""
+class _Request(Request):
+    """A look-up of bags of ``ids [nnz]``, without the tensors that get gradients."""
 
-    padded: bool = False
-    """There are more ids than the last offset says, so that one shape serves several batches; what
-    lies beyond it is no look-up."""
-
-
-NO_BAG_CONTEXT = BagContext()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """A look-up of bags, without the tensors that get gradients."""
-
-    source: RowSource
-    ids: Tensor
     offsets: Tensor
-    num_tables: int
-    tables: TableRows
     mode: str
-    sparse: bool
-    context: BagContext
-    update: FusedUpdate | None
 
     @property
     def bags(self) -> int:
         """Number of bags."""
         return self.offsets.numel() - 1
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables."""
+        return len(self.tables.starts)
 
     @property
     def batch(self) -> int:
@@ -162,7 +155,7 @@ def lookup_bags(
     *,
     mode: str = "sum",
     sparse: bool = True,
-    context: BagContext = NO_BAG_CONTEXT,
+    context: RowContext = NO_ROW_CONTEXT,
     impl: str | None = None,
 ) -> Tensor:
     """Pool a bag of rows per table and sample.
@@ -206,7 +199,6 @@ def lookup_bags(
         source=source,
         ids=bags.ids,
         offsets=bags.offsets,
-        num_tables=len(tables.starts),
         tables=tables,
         mode=mode,
         sparse=sparse,

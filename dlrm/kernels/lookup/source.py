@@ -22,8 +22,6 @@ from dlrm.kernels.update.cached_slots import place_of
 from dlrm.kernels.update.packed import read_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
-BLOCK = 1024  # elements of a program
-
 
 class KernelSource(NamedTuple):
     """The arguments of a kernel that say where rows are; those of other kinds are None."""
@@ -130,19 +128,6 @@ def store_flat(flat, source, row, lookup, inside, n, KIND: tl.constexpr):
         tl.store(flat + n + lookup, row % KIND.per_row, mask=inside)
     else:
         tl.store(flat + lookup, row, mask=inside)
-
-
-@triton.jit
-def _spread(
-    grad, place, out, n, scale,
-    D: tl.constexpr, SHORT: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradients of stored rows: those of short rows in their places, and zeros."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    entry, column = at // STORED, at % STORED
-    mine = tl.load(place + entry, mask=at < n, other=-1) == column // SHORT
-    value = tl.load(grad + entry * D + column % SHORT, mask=mine, other=0.0).to(tl.float32)
-    tl.store(out + at, (value * scale).to(out.dtype.element_ty), mask=at < n)
 
 
 class RowSource(ABC):
@@ -280,20 +265,10 @@ class ShortRows(Weight):
 
     def spread(self, rows: Tensor, grad: Tensor, *, flat: bool) -> tuple[Tensor, Tensor]:
         stored, place = (rows if flat else self.entries(rows)).view(2, -1)
-        width = self.per_row * self.dim
-        if flat and len(grad):
-            values = grad.new_empty(len(grad), width)
-            grid = (triton.cdiv(values.numel(), BLOCK),)
-            _spread[grid](
-                grad.contiguous(), place, values, values.numel(), self.scale,
-                D=grad.shape[1], SHORT=self.dim, STORED=width, BLOCK=BLOCK,
-            )  # fmt: skip
-        else:
-            parts = grad.new_zeros(len(grad), self.per_row, self.dim)
-            index = place[:, None, None].expand(-1, 1, self.dim)
-            parts.scatter_(1, index, (grad[:, : self.dim] * self.scale)[:, None])
-            values = parts.flatten(1)
-        return stored, values
+        parts = grad.new_zeros(len(grad), self.per_row, self.dim)
+        index = place[:, None, None].expand(-1, 1, self.dim)
+        parts.scatter_(1, index, (grad[:, : self.dim] * self.scale)[:, None])
+        return stored, parts.flatten(1)
 
 
 def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor:

@@ -57,7 +57,7 @@ NO_TABLES: TableRows = TableRows._make([None] * 7)
 
 @dataclass(frozen=True, kw_only=True)
 class RowContext:
-    """Preparations of a training step for a look-up of rows."""
+    """Preparations of a training step for a look-up of rows, or of bags, which sum them in fp32."""
 
     sorter: RowSorter | None = None
     """Sorts the rows that will have a gradient while forward and backward run."""
@@ -66,6 +66,9 @@ class RowContext:
     by one, or summed unweighted."""
     dtype: torch.dtype | None = None
     """Type in which vectors may be returned; None: the type of the rows."""
+    padded: bool = False
+    """Of bags: there are more ids than the last offset says, so that one shape serves several
+    batches; what lies beyond it is no look-up."""
 
 
 NO_ROW_CONTEXT = RowContext()
@@ -143,16 +146,16 @@ def gather_rows(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
-    """One row per table and sample of ``ids [F, B]``."""
+class Request:
+    """A look-up of one row per table and sample of ``ids [F, B]``."""
 
     source: RowSource
     tables: TableRows
     ids: Tensor
     sparse: bool
-    triton: bool
     context: RowContext
     update: FusedUpdate | None
+    triton: bool = True
 
     def rows(self) -> Tensor:
         """The rows of the look-ups, sample by sample, ``[B * F]`` int64."""
@@ -163,7 +166,7 @@ class _Lookup(torch.autograd.Function):
     """Rows of a source, whose weights are inputs for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, request: _Request, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, request: Request, *weights: Tensor) -> Tensor:
         source, ids, (num_tables, batch) = request.source, request.ids, request.ids.shape
         ctx.request = request
         if not request.triton:
@@ -287,7 +290,7 @@ def _look_up(
         memory = storage(source.weight)[0] if isinstance(source, Weight) else None
         require_contiguous(weight=memory, **tables._asdict())
     updates = context.updates if triton and sparse and isinstance(source, Weight) else None
-    request = _Request(
+    request = Request(
         source=source,
         tables=tables,
         ids=ids,

@@ -25,12 +25,15 @@ def _record(row, wide, D: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_packed(data, row, wide, live, column, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The integers of packed rows ``[K]``, ``[K, B]`` fp32, and their scales, ``[K]``."""
+    """The integers of packed rows ``[K]``, ``[K, B]`` fp32, and their scales, ``[K]``.
+
+    In 8 bits ``data`` may be where each record begins, ``[K]``, and ``row`` 0.
+    """
     begin, scale_at = _record(row, wide, D, FORMAT)
     mask = live[:, None] & (column < D)
     scale = tl.load((data + scale_at).to(tl.pointer_type(tl.bfloat16)), mask=live, other=0.0)
     if FORMAT == 8:
-        byte = tl.load(data + begin[:, None] + column, mask=mask, other=128)
+        byte = tl.load((data + begin)[:, None] + column, mask=mask, other=128)
         value = byte.to(tl.float32) - 128.0
     else:  # two bytes at a time, of which Triton sees that columns share them
         if FORMAT == 4:

@@ -293,7 +293,10 @@ class TensorFiles:
         reads = []
         for piece in pieces:
             if (stored := self._manifest.tensors.get(piece.name)) is None:
-                raise ValueError(f"it has no tensor {piece.name}")
+                raise ValueError(
+                    f"it has no tensor {piece.name}: an earlier version stored such tables in "
+                    "another way; load it with that version, or train again"
+                )
             if piece.values.dtype != DTYPES[stored.dtype]:
                 here = DTYPE_NAMES.get(piece.values.dtype, piece.values.dtype)
                 raise ValueError(f"{piece.name} is {stored.dtype} there and {here} here")

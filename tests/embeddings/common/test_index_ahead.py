@@ -7,12 +7,11 @@ import torch
 
 from dlrm.embeddings.common.index_ahead import IndexAhead
 from dlrm.kernels.dynamic.index import place
-from dlrm.kernels.dynamic.slot_index import Admission, SlotIndex, begin_step
+from dlrm.kernels.dynamic.slot_index import Admission, SlotIndex
 from dlrm.utils.bags import Bags
 
 
 def of_step(index, few, tables, ids):
-    begin_step(index)
     return place(index, few, tables, ids).rows
 
 
@@ -30,7 +29,10 @@ def test_it_gives_the_rows_of_the_steps_that_follow(bags, device):
         batches = [batch_of(size, device) for size in (64, 64, 9, 64, 65, 64, 9, 9, 64)]
         if bags:
             coming = [Bags.one_each(ids) for ids in batches]
-            rows = [ahead.place_bags(each, 2).view(2, -1) for each in coming]
+            rows = [
+                ahead.place_bags(each.tables(2), each.ids, each.offsets[-1:]).view(2, -1)
+                for each in coming
+            ]
         else:
             rows = [ahead.place(tables, ids) for ids in batches]
         for ids, found in zip(batches, rows, strict=True):

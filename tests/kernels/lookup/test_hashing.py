@@ -46,3 +46,18 @@ def test_shapes_that_only_broadcast_work_too(device):
     first, ids = torch.tensor([[5], [9]], device=device), torch.arange(7, device=device)
     found = hashed_offsets(first, ids, 2, 100, impl="triton")
     assert torch.equal(found, hashed_offsets_torch(first, ids, 2, 100))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_of_an_id_come_before_the_array(transposed, device):
+    first = torch.tensor([0, 5, 9], device=device)
+    ids, rows = torch.randint(2**62, (2, 3, 40), device=device)
+    ids, rows = ids.t(), (rows % 30).t()
+    if not transposed:
+        ids, rows = ids.contiguous(), rows.contiguous()
+    given = {"start": 100, "rows": rows, "few": 20}
+    found = hashed_offsets(first, ids, 4, 60, impl="triton", **given)
+    assert torch.equal(found, hashed_offsets_torch(first, ids, 4, 60, **given))
+    own = rows >= 20
+    assert torch.equal(found[own][:, 0], 4 * (rows[own] - 20))
+    assert ((found[~own] >= 100) & (found[~own] < 160)).all()

@@ -8,8 +8,8 @@ from dlrm.kernels.lookup.paged import pages_of
 from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.kernels.update.sparse import update_rows
+from tests.kit import GPU, captured
 
-GPU = torch.cuda.is_available()
 SMALL = {tables: {"TILE": 64}}
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 
@@ -191,15 +191,10 @@ def test_captured_steps_equal_eager_ones(device):
             update_rows("sgd", block.data, entries, values, lr=lr)
             block.grad = None
 
-    step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay, _ = captured(step)
     for index in range(1, 3):
         static.copy_(rows[index])
-        graph.replay()
+        replay()
     for some in rows:
         table.index_add_(0, some, grad, alpha=-0.1)
     found = lookup(pages, torch.arange(400, device=device)).detach()

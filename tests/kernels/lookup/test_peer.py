@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from dlrm.kernels.lookup import peer as kernel
-from dlrm.kernels.lookup.peer import PeerTensor, read_rows, run_length, send_rows
+from dlrm.kernels.lookup.peer import (
+    PeerTensor,
+    announce_rows,
+    peer_keys,
+    read_rows,
+    run_length,
+    send_rows,
+)
+from dlrm.kernels.update.packed import PackedRows
 from dlrm.kernels.update.row_sort import sort_rows
 from tests.kit import GPU, combinations
 
@@ -50,14 +58,11 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
         plan = sort_rows(keys[rank], peers * HEIGHT)
         shift = rank * looked_up - torch.searchsorted(plan.rows, bounds)
         out = torch.full((looked_up, dim), torch.nan, device=device, dtype=dtype)
-        read_rows(ring(list(tables), rank), plan, out, impl=impl)
-        assert torch.equal(out, tables.view(-1, dim)[rows[rank]])
-        out.fill_(torch.nan)
-        recv_buffer = ring(keys_received, rank)
-        read_rows(
-            ring(list(tables), rank), plan, out, recv_buffer=recv_buffer, shift=shift, impl=impl
-        )
-        assert torch.equal(out, tables.view(-1, dim)[rows[rank]])
+        for look_ups in ((plan.rows, plan.order), (keys[rank], None)):
+            out.fill_(torch.nan)
+            read_rows(ring(list(tables), rank), look_ups[0], out, order=look_ups[1], impl=impl)
+            assert torch.equal(out, tables.view(-1, dim)[rows[rank]])
+        announce_rows(plan, HEIGHT, dim, ring(keys_received, rank), shift, impl=impl)
         send_rows(grads[rank], HEIGHT, plan, ring(sums, rank), shift, impl=impl)
     expected = torch.zeros(peers * HEIGHT, dim, device=device)
     expected.index_add_(0, rows.view(-1), grads.view(-1, dim))
@@ -71,15 +76,44 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
 
 
 @IMPLS
-def test_equal_rows_are_read_and_sent_once_for_each_tile(device, impl):
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_keys_are_those_of_the_part_that_holds_a_row(device, impl, kind):
+    """Of a table in parts, one as a whole, and one by columns, which is looked up twice."""
+    end = torch.iinfo(torch.int32).max
+    tables = torch.tensor([1, 0, 0], device=device)
+    first_rows = torch.tensor([[0, 4, 7], [0, end, end], [0, end, end]], device=device).int()
+    shifts = torch.tensor([[100, -4, 43], [10, 0, 0], [60, 0, 0]], device=device).int()
+    ids = torch.tensor([[3, 0], [4, 9], [6, 6], [8, 3]], device=device).to(kind)
+    found = peer_keys(ids.t(), tables, first_rows, shifts, impl=impl)
+    expected = [[100, 13, 63], [52, 14, 64], [2, 16, 66], [103, 18, 68]]
+    assert (found.dtype, found.is_contiguous()) == (torch.int32, True)
+    assert found.tolist() == expected
+
+
+@IMPLS
+@pytest.mark.parametrize("dim", [16, 5])
+def test_packed_rows_are_read_as_they_are_stored(device, impl, dim):
+    packed = [PackedRows.empty(HEIGHT, dim, HEIGHT, device) for _ in range(2)]
+    every = torch.arange(HEIGHT, device=device)
+    for rows in packed:
+        rows.write(every, torch.randn(HEIGHT, dim, device=device))
+    keys = torch.randint(2 * HEIGHT, (37,), device=device)
+    plan = sort_rows(keys, 2 * HEIGHT)
+    expected = torch.cat([rows.read(every) for rows in packed])[keys]
+    records = ring([rows.data.view(HEIGHT, -1) for rows in packed], 0)
+    for own, order in ((plan.rows, plan.order), (keys, None)):
+        out = torch.full((37, dim), torch.nan, device=device)
+        read_rows(records, own, out, order=order, impl=impl)
+        assert torch.equal(out, expected)
+
+
+@IMPLS
+def test_equal_rows_are_sent_once_for_each_tile(device, impl):
     count = 5 * run_length(8) // 2
     plan = sort_rows(torch.zeros(count, dtype=torch.int64, device=device), HEIGHT)
     keys_received = torch.full((count,), -1, device=device).int()
-    out, shift = torch.empty(count, 8, device=device), torch.zeros(1, dtype=int, device=device)
-    table = torch.randn(HEIGHT, 8, device=device)
-    read_rows(
-        ring([table], 0), plan, out, recv_buffer=ring([keys_received], 0), shift=shift, impl=impl
-    )
+    shift = torch.zeros(1, dtype=int, device=device)
+    announce_rows(plan, HEIGHT, 8, ring([keys_received], 0), shift, impl=impl)
     assert (keys_received == 0).nonzero()[:, 0].tolist() == [
         run_length(8) - 1, 2 * run_length(8) - 1, count - 1
     ]  # fmt: skip
@@ -106,8 +140,9 @@ def test_gradients_need_not_be_contiguous(device, assert_close, impl, of):
 def test_no_look_ups_at_all(device, impl):
     plan = sort_rows(torch.zeros(0, dtype=torch.int64, device=device), HEIGHT)
     table, out = torch.randn(HEIGHT, 4, device=device), torch.empty(0, 4, device=device)
-    read_rows(ring([table], 0), plan, out, impl=impl)
+    read_rows(ring([table], 0), plan.rows, out, order=plan.order, impl=impl)
     shift = torch.zeros(1, dtype=torch.int64, device=device)
     before = table.clone()
+    announce_rows(plan, HEIGHT, 4, ring([shift.int()], 0), shift, impl=impl)
     send_rows(out, HEIGHT, plan, ring([table], 0), shift, impl=impl)
     assert torch.equal(table, before)

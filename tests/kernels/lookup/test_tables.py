@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from dlrm.kernels.lookup import pool as bags
 from dlrm.kernels.lookup import tables as kernel
-from dlrm.kernels.lookup.pool import MODES, BagContext, lookup_bags
-from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
+from dlrm.kernels.lookup.pool import MODES, lookup_bags
+from dlrm.kernels.lookup.tables import RowContext, TableRows, lookup, lookup_tables
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import make_rule
 from dlrm.kernels.update.sparse import update_rows_torch
@@ -198,7 +198,7 @@ def test_bags(device, assert_matches, impl, mode, batch, dim, index, room, spars
     def pooled(weight, scale=None):
         scale = scale if scale is None else functional.pad(scale, (0, room))
         options = {"mode": mode, "sparse": sparse, "impl": impl}
-        options["context"] = BagContext(padded=room > 0)
+        options["context"] = RowContext(padded=room > 0)
         bags = Bags(given, offsets, scale)
         return lookup_bags(weight, TableRows(starts, **number), bags, **options)
 
@@ -218,7 +218,7 @@ def test_bf16_rows_are_summed_in_fp32(device, impl):
     rows[0] = 256
     tables = TableRows(torch.zeros(1, dtype=torch.int64, device=device))
     bags = Bags(torch.arange(301, device=device), torch.tensor([0, 301], device=device))
-    context = BagContext(dtype=torch.bfloat16)
+    context = RowContext(dtype=torch.bfloat16)
     out = lookup_bags(rows, tables, bags, context=context, impl=impl)
     assert out.dtype == torch.bfloat16
     assert out.flatten().tolist() == [556.0] * 2
@@ -382,7 +382,7 @@ def test_bags_are_updated_in_the_backward_pass(device, assert_close, rule, dtype
     update_rows_torch(rule, expected, rows, each, [s.double() for s in zeros], lr=lr.double())
     update = FusedUpdate(rule=rule, lr=lr, states=zeros)
     with FusedUpdates([(weight, update)]) as updates:
-        context = BagContext(updates=updates, padded=spare > 0, dtype=dtype)
+        context = RowContext(updates=updates, padded=spare > 0, dtype=dtype)
         out = lookup_bags(
             weight, TableRows(starts), Bags(room, offsets), context=context, impl="triton"
         )

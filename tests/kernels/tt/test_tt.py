@@ -22,7 +22,7 @@ from dlrm.kernels.tt import (
 )
 from dlrm.kernels.tt.layout import factor_layout
 from dlrm.utils.bags import Bags
-from tests.kit import GPU, combinations, first, train_product
+from tests.kit import GPU, captured, combinations, first, train_product
 
 STRATEGIES = ("direct", "unique", "direct deterministic", "unique deterministic")
 BF16 = 5000  # factor on the tolerance of fp32: bf16 keeps 7 bits
@@ -402,19 +402,12 @@ def test_a_cuda_graph_replays_on_new_ids(strategy, device, use, assert_close):
         rows = group.look_up(ids, **options)
         return rows.detach(), *torch.autograd.grad(rows, cores, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            results = step()
+    replay, results = captured(step)
     for kind in ("uniform", "equal", "skewed"):
         ids.copy_(group.ids(3000, kind))
         for result in results:
             result.fill_(float("nan"))
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
         exact = group.exact_cores()
         want = tt_vectors_torch(exact, group.shape, group.tables, ids)

@@ -6,7 +6,7 @@ import torch
 from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.row_sort import RowSorter, SortedRows, sort_rows, sort_rows_together
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
-from tests.kit import GPU, SLOW, VARIANTS, combinations, first
+from tests.kit import GPU, SLOW, VARIANTS, captured, combinations, first
 
 SMALL = {kernel: {"TILE": 256, "MANY": 2}}  # and several parts in each tile
 
@@ -349,19 +349,12 @@ def test_a_sorter_inside_a_graph(batch, assert_close):
             assert sorter.result(weight.detach(), rows) is None
             weight.grad = None
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay, _ = captured(step)
     weight.data.copy_(start)
     exact = start.double()
     for _ in range(3):
         ids.copy_(torch.randint(500, (2, batch), device="cuda"))
-        graph.replay()
+        replay()
         flat = (ids + starts[:, None]).view(-1)
         update_rows_torch("sgd", exact, flat, 2 * exact[flat], lr=lr.double())
     assert_close(weight.detach() - start, exact - start, "weight", factor=10)

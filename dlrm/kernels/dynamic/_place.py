@@ -1,130 +1,34 @@
-"""The kernels of :mod:`dlrm.kernels.dynamic.index`.
+"""The kernels that give slots to new ids: see :mod:`dlrm.kernels.dynamic.index`.
 
 A step finds the slots of all look-ups, and lists those whose ids have none. Of each such id one
 look-up is its *claimant*: they agree by compare-and-swap in a hash table of look-ups, which is as
 large as the batch. Each round, the claimants choose buckets by the scores of their slots alone, and
-are linked to a list for each: for the last round if both are full, as these do not change before.
-Then a thread goes through each list for its smallest ids, which take slots in ascending order: so
-the order of the list does not matter. Memory of a step depends on the number of look-ups and
-buckets only. Kernels after the first do no more work than there are missing ids, and none in rounds
-without any.
+are linked to a list for each. Then a thread goes through each list for its smallest ids, which take
+slots in ascending order: so the order of the list does not matter. Memory of a step depends on the
+number of look-ups and buckets only. No kernel does more work than there are missing ids.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch import Tensor
-
 from dlrm.kernels import tl, triton
-from dlrm.kernels.dynamic.hashing import GOLDEN, LOW, mix_triton, scale_triton
+from dlrm.kernels.dynamic._find import (
+    EMPTY,
+    LANES,
+    SPARE,
+    buckets_of,
+    drawn,
+    load_lookups,
+    local_row,
+    slots_of,
+)
+from dlrm.kernels.dynamic.hashing import GOLDEN, mix_triton
 from dlrm.kernels.dynamic.scores import KEPT, priority_triton, used_triton
 from dlrm.kernels.lists import append
 
-LANES = tl.constexpr(32)  # slots of a bucket
-EMPTY = GOLDEN  # stands for no id; the id of this number never gets a slot
-SEED = tl.constexpr(0x5851F42D4C957F2D)  # of the draw of an admission by chance
-SPARE = tl.constexpr(1 << 14)  # cells to swap in without a claim
 ENOUGH = tl.constexpr(12)  # empty slots with which an id takes its first bucket
-NOT_PLACED, WAITING, FULL = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
+NOT_PLACED, WAITING = tl.constexpr(-1), tl.constexpr(-2)
 SMALLEST, LARGEST = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 NO_LOOKUP = tl.constexpr(2**31 - 1)
-
-
-class Lookups(NamedTuple):
-    """The look-ups of a step."""
-
-    ids: Tensor
-    """``[n]``."""
-    tables: Tensor
-    """Look-up ``k`` is of ``tables[k // repeat]``."""
-    repeat: int
-    n: int
-    end: Tensor | None
-    """How many of them there are, ``[1]``; None: ``n``."""
-
-
-class Work(NamedTuple):
-    """Memory of one step: int32, and ``new_ids`` int64."""
-
-    missing: Tensor
-    """List of the look-ups whose ids have no slot, ``[n]``."""
-    claimants: Tensor
-    """For each in this list the look-up that stands for its id, ``[n]``."""
-    status: Tensor
-    """Of claimants the slot, or why there is none, ``[n]``, by look-up."""
-    new: Tensor
-    """List of the claimants, ``[n]``."""
-    new_ids: Tensor
-    """Their ids, ``[n]`` int64."""
-    chosen: Tensor
-    """For each of them the list that it is in, ``[n]``."""
-    next: Tensor
-    """And the next one in that list, -1 at the end, ``[n]``."""
-    heads: Tensor
-    """The first one of each list: of each bucket for this round, and of each for the last one."""
-    counters: Tensor
-    """``[1 + rounds, 4]``: lengths of ``missing`` and ``new``, and whether ids have chosen a bucket
-    for the last round; for each round whether ids are left, and whether they have chosen one."""
-    claims: Tensor
-    """Hash table of claimants, and cells that count for nothing."""
-    cells: int
-    """Its size, a power of two."""
-    buckets: int
-
-
-@triton.jit
-def _load(lookups, k, inside):
-    """The ids and tables of look-ups."""
-    id = tl.load(lookups.ids + k, mask=inside, other=0).to(tl.int64)
-    return id, tl.load(lookups.tables + k // lookups.repeat, mask=inside, other=0)
-
-
-@triton.jit
-def _live(lookups, k):
-    live = k < lookups.n
-    if lookups.end is not None:
-        live &= k < tl.load(lookups.end)
-    return live
-
-
-@triton.jit
-def _buckets(index, id, table, live):
-    """The two buckets of ids."""
-    first = tl.load(index.first + table, mask=live, other=0)
-    size = tl.load(index.buckets + table, mask=live, other=1)
-    key = mix_triton(id)
-    one = scale_triton(key, size)
-    other = one + 1 + scale_triton(key >> 32, size - 1)
-    return first + one, first + tl.where(other < size, other, other - size)
-
-
-@triton.jit
-def _slots_of(bucket):
-    return bucket[:, None] * LANES + tl.arange(0, LANES)[None, :]
-
-
-@triton.jit
-def _probe(index, id, table, live):
-    """The slots of ids, int32; -1 for none."""
-    one, other = _buckets(index, id, table, live)
-    at = _slots_of(one)
-    held = tl.load(index.ids + at, mask=live[:, None], other=EMPTY)
-    slot = tl.max(tl.where(held == id[:, None], at, -1), 1)
-    more = live & (slot < 0)
-    at = _slots_of(other)
-    held = tl.load(index.ids + at, mask=more[:, None], other=EMPTY)
-    slot = tl.maximum(slot, tl.max(tl.where(held == id[:, None], at, -1), 1))
-    return tl.where(live & (id != EMPTY), slot, -1).to(tl.int32)
-
-
-@triton.jit
-def _local_row(index, num_shared, slot, id, table, inside):
-    """The row of look-ups within their tables."""
-    few = tl.load(num_shared + table, mask=inside, other=1)
-    first = tl.load(index.first + table, mask=inside, other=0)
-    shared = scale_triton(mix_triton(id + 1) >> 16, few)
-    return tl.where(slot >= 0, slot.to(tl.int64) - first * LANES + few, shared)
 
 
 @triton.jit
@@ -135,45 +39,24 @@ def _sketch_cells(index, id, table, half):
 
 
 @triton.jit
-def find(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
-    """The row of each look-up within its table. In a step, score slots, and list missing ids."""
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, live = k < lookups.n, _live(lookups, k)
-    id, table = _load(lookups, k, inside)
-    slot = _probe(index, id, table, live)
-    tl.store(rows + k, _local_row(index, num_shared, slot, id, table, inside), mask=inside)
-
-    if work is not None:
-        found = slot >= 0
-        tl.atomic_add(index.counts, tl.sum(found.to(tl.int64), 0), sem="relaxed")
-        missing = live & (slot < 0)
-        tl.store(work.missing + append(work.counters, missing), k, mask=missing)
-
-        # All look-ups of a slot store the same score.
-        step, clock = tl.load(index.time), tl.load(index.time + 1)
-        score = tl.load(index.scores + slot, mask=found, other=0)
-        new = used_triton(score, step, clock, EVICTION)
-        tl.store(index.scores + slot, new, mask=found & (new != score))
-
-
-@triton.jit
 def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     """Of each missing id, list one look-up."""
-    count = tl.load(work.counters)
+    count, salt = tl.load(work.counters), tl.load(index.time) * GOLDEN
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         m = start + tl.arange(0, BLOCK)
         live = m < count
         k = tl.load(work.missing + m, mask=live, other=0)
-        id, table = _load(lookups, k, live)
+        id, table = load_lookups(lookups, k, live)
         wanted = live & (id != EMPTY)
         if COUNT:
             one, other = _sketch_cells(index, id, table, half)
             tl.atomic_add(one, 1, mask=wanted, sem="relaxed")
             tl.atomic_add(other, 1, mask=wanted, sem="relaxed")
 
-        # The first look-up that gets the cell of its id, or the next free one, stands for it.
+        # The first look-up that gets the cell of its id, or the next free one, stands for it. No
+        # ids share a cell in all steps, and those of one bucket share none.
         claimant, pending = k, wanted
-        at = ((mix_triton(id + table * GOLDEN) >> 16) & (work.cells - 1)).to(tl.int32)
+        at = (mix_triton(mix_triton(id) + table + salt) & (work.cells - 1)).to(tl.int32)
         none = tl.full([BLOCK], -1, tl.int32)
         while tl.max(pending.to(tl.int32), 0) > 0:
             holder = tl.load(work.claims + at, mask=pending, other=0)
@@ -184,7 +67,7 @@ def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
             holder = tl.where(free, old, holder)
             pending &= ~won
 
-            its_id, its_table = _load(lookups, holder, pending)
+            its_id, its_table = load_lookups(lookups, holder, pending)
             same = pending & (its_id == id) & (its_table == table)
             claimant = tl.where(same, holder, claimant)
             pending &= ~same
@@ -193,9 +76,13 @@ def claim(index, lookups, work, half, BLOCK: tl.constexpr, COUNT: tl.constexpr):
         tl.store(work.claimants + m, claimant, mask=live)
         first = live & (claimant == k)
         tl.store(work.status + k, NOT_PLACED, mask=first)
-        to = append(work.counters + 1, first & wanted)
-        tl.store(work.new + to, k, mask=first & wanted)
-        tl.store(work.new_ids + to, id, mask=first & wanted)
+        first &= wanted
+        to = append(work.counters + 1, first)
+        tl.store(work.new + to, k, mask=first)
+        tl.store(work.new_ids + to, id, mask=first)
+        near, far = buckets_of(index, id, table, first)
+        tl.store(work.heads + near, -1, mask=first)
+        tl.store(work.heads + far, -1, mask=first)
 
 
 @triton.jit
@@ -217,20 +104,27 @@ def _admitted(
         first = tl.load(one, mask=wanting, other=0)
         admitted &= tl.minimum(first, tl.load(other, mask=wanting, other=0)) >= AFTER
     if CHANCE:
-        draw = mix_triton(mix_triton(id ^ SEED) + table + tl.load(index.time) * GOLDEN)
-        admitted &= (draw & LOW) < limit
+        admitted &= drawn(index, id, table, limit)
     return admitted
 
 
 @triton.jit
+def _count_new(work, number):
+    """The number of claimants; 0 if a round has none without a slot."""
+    some = tl.load(work.counters + 1 + number) > 0
+    return tl.where(some, tl.load(work.counters + 1), 0)
+
+
+@triton.jit
 def choose(
-    index, lookups, work, flags, half, limit, FIRST: tl.constexpr, LAST: tl.constexpr,
-    BLOCK: tl.constexpr, EVICTION: tl.constexpr, AFTER: tl.constexpr, CHANCE: tl.constexpr,
+    index, lookups, work, half, limit, number, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    EVICTION: tl.constexpr, AFTER: tl.constexpr, CHANCE: tl.constexpr,
 ):  # fmt: skip
-    """Have each claimant without a slot choose a bucket, and link it to a list of that."""
-    count = tl.load(work.counters + 1)
-    if not FIRST:
-        count = tl.where(tl.load(flags) > 0, count, 0)
+    """Have each claimant without a slot choose a bucket, and link it to the list of that.
+
+    ``number`` is that of the round, from 0.
+    """
+    count = _count_new(work, number)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         j = start + tl.arange(0, BLOCK)
         live = j < count
@@ -240,34 +134,25 @@ def choose(
         if FIRST:
             wanting = _admitted(index, id, table, live, half, limit, AFTER, CHANCE)
             tl.store(work.status + k, WAITING, mask=live & ~wanting)
-            tl.store(work.chosen + j, -1, mask=live & ~wanting)
         else:
             wanting = tl.load(work.status + k, mask=live, other=WAITING) == NOT_PLACED
 
         # The first bucket or, if it has few empty slots, the one with more of them. If both are
         # full, the one with the slot to take first.
-        one, other = _buckets(index, id, table, wanting)
-        order = _order(index, _slots_of(one), wanting[:, None], EVICTION)
+        one, other = buckets_of(index, id, table, wanting)
+        order = _order(index, slots_of(one), wanting[:, None], EVICTION)
         room_one, best_one = tl.sum((order < 0).to(tl.int32), 1), tl.min(order, 1)
         full = wanting & (room_one < ENOUGH)
-        order = _order(index, _slots_of(other), full[:, None], EVICTION)
+        order = _order(index, slots_of(other), full[:, None], EVICTION)
         room_other, best_other = tl.sum((order < 0).to(tl.int32), 1), tl.min(order, 1)
         room = tl.maximum(room_one, room_other) > 0
         emptier = (room_other > room_one) & (room_one < ENOUGH)
         second = tl.where(room, emptier, best_other < best_one)
-        if not LAST:
-            tl.debug_barrier()  # several warps read the same status
-            tl.store(work.status + k, FULL, mask=wanting & ~room)
 
-        last = wanting & (~room | LAST)
-        chain = tl.where(second, other, one).to(tl.int32) + tl.where(last, work.buckets, 0)
-        old = tl.atomic_xchg(work.heads + chain, j, mask=wanting)
-        tl.store(work.next + j, old, mask=wanting)
-        tl.store(work.chosen + j, chain, mask=wanting)
-        some = tl.max((wanting & ~last).to(tl.int32), 0) > 0
-        tl.store(flags + 1, 1, mask=some)
-        some = tl.max(last.to(tl.int32), 0) > 0
-        tl.store(work.counters + 2, 1, mask=some)
+        bucket = tl.where(second, other, one).to(tl.int32)
+        following = tl.atomic_xchg(work.heads + bucket, j, mask=wanting)
+        tl.store(work.next + j, following, mask=wanting)
+        tl.store(work.chosen + j, tl.where(wanting, bucket, -1), mask=live)
 
 
 @triton.jit
@@ -305,7 +190,7 @@ def _smallest(work, head, least):
 
 
 @triton.jit
-def _give(index, work, bucket, key, id, k, score, on):
+def _give(index, lookups, work, bucket, key, id, k, score, on):
     """Give the first slot of each bucket to an id; returns the keys of the others, and whether an
     id left.
     """
@@ -313,6 +198,9 @@ def _give(index, work, bucket, key, id, k, score, on):
     slot = bucket * LANES + first % LANES
     tl.store(index.ids + slot, id, mask=on)
     tl.store(index.scores + slot, score, mask=on)
+    if index.columns is not None:
+        table = tl.load(lookups.tables + k // lookups.repeat, mask=on, other=0)
+        tl.store(index.columns + slot, table.to(index.columns.dtype.element_ty), mask=on)
     tl.store(work.status + k, slot.to(tl.int32), mask=on)
     key = tl.where(key == first[:, None], 2**31 - 1, key)
     return key, (on & (first >= LANES)).to(tl.int32)  # not an empty one
@@ -320,56 +208,58 @@ def _give(index, work, bucket, key, id, k, score, on):
 
 @triton.jit
 def fill(
-    index, work, flags, LAST: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr
+    index, lookups, work, number, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):  # fmt: skip
     """Give slots of each chosen bucket to the ids of its list, in ascending order."""
     lane = tl.arange(0, LANES)[None, :]
     step, clock = tl.load(index.time), tl.load(index.time + 1)
     score = used_triton(tl.full([BLOCK], 0, tl.int32), step, clock, EVICTION)
     inserted, evicted = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    some = tl.load(work.counters + 2 if LAST else flags + 1) > 0
-    count = tl.where(some, tl.load(work.counters + 1), 0)
+    count = _count_new(work, number)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        # The lists of this round, each at the claimant that is its head.
+        # The lists, each at the claimant that is its head.
         j = start + tl.arange(0, BLOCK)
-        chain = tl.load(work.chosen + j, mask=j < count, other=-1)
-        own = (chain >= 0) & ((chain >= work.buckets) == LAST)
-        own &= tl.load(work.heads + chain, mask=own, other=-1) == j
+        chosen = tl.load(work.chosen + j, mask=j < count, other=-1)
+        own = chosen >= 0
+        own &= tl.load(work.heads + chosen, mask=own, other=-1) == j
         tl.debug_barrier()  # several warps read the same heads
-        tl.store(work.heads + chain, -1, mask=own)
-        bucket = (chain - LAST * work.buckets).to(tl.int64)
+        tl.store(work.heads + chosen, -1, mask=own)
+        bucket = chosen.to(tl.int64)
 
         # Its slots: the key of a slot is its place in the order in which they are taken, and its
-        # lane.
-        order = _order(index, _slots_of(bucket), own[:, None], EVICTION)
+        # lane. Only the last round takes more than half of the empty ones.
+        order = _order(index, slots_of(bucket), own[:, None], EVICTION)
         key = (order + 1) * LANES + lane
-        room = tl.sum((order < KEPT).to(tl.int32), 1)
-        if not LAST:
-            room = (tl.sum((order < 0).to(tl.int32), 1) + 1) // 2
+        room, empty = tl.sum((order < KEPT).to(tl.int32), 1), tl.sum((order < 0).to(tl.int32), 1)
+        room = tl.where((empty > 0) & (number < ROUNDS - 1), (empty + 1) // 2, room)
 
         # Match ids and slots, each in ascending order, four at a time.
-        head, least = tl.where(own, j, -1), tl.full([BLOCK], SMALLEST, tl.int64)
-        length, given, most = tl.zeros([BLOCK], tl.int32), 0, 1
+        head, least = tl.where(own & (room > 0), j, -1), tl.full([BLOCK], SMALLEST, tl.int64)
+        length, given, most = own.to(tl.int32), 0, 1
         while given < most:
             one, k_one, two, k_two, three, k_three, four, k_four, found = _smallest(
                 work, head, least
             )
             length = tl.maximum(length, found)
             placed = tl.minimum(tl.minimum(length, LANES), room)
-            key, left = _give(index, work, bucket, key, one, k_one, score, given < placed)
+            on = given < placed
+            key, left = _give(index, lookups, work, bucket, key, one, k_one, score, on)
             evicted += left
-            key, left = _give(index, work, bucket, key, two, k_two, score, given + 1 < placed)
+            on = given + 1 < placed
+            key, left = _give(index, lookups, work, bucket, key, two, k_two, score, on)
             evicted += left
-            key, left = _give(index, work, bucket, key, three, k_three, score, given + 2 < placed)
+            on = given + 2 < placed
+            key, left = _give(index, lookups, work, bucket, key, three, k_three, score, on)
             evicted += left
-            key, left = _give(index, work, bucket, key, four, k_four, score, given + 3 < placed)
+            on = given + 3 < placed
+            key, left = _give(index, lookups, work, bucket, key, four, k_four, score, on)
             evicted += left
             inserted += tl.minimum(tl.maximum(placed - given, 0), 4)
             given, most, least = given + 4, tl.max(placed, 0), four + 1
             head = tl.where(given < placed, head, -1)
-        if not LAST:
-            some = tl.max((length > room).to(tl.int32), 0) > 0
-            tl.store(flags + 4, 1, mask=some)  # of the next round
+        some = tl.max((length > room).to(tl.int32), 0) > 0
+        tl.store(work.counters + 2 + number, 1, mask=some)  # of the next round
     number = tl.sum(inserted, 0).to(tl.int64)
     tl.atomic_add(index.counts + 1, number, mask=number > 0, sem="relaxed")
     number = tl.sum(evicted, 0).to(tl.int64)
@@ -377,18 +267,35 @@ def fill(
 
 
 @triton.jit
+def further_rounds(
+    index, lookups, work, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, LISTS: tl.constexpr,
+    EVICTION: tl.constexpr,
+):  # fmt: skip
+    """All rounds but the first one, by one program, for few ids: most steps need none of them."""
+    if tl.load(work.counters + 2) > 0:
+        for number in range(1, ROUNDS):
+            choose(index, lookups, work, 0, 0, number, False, BLOCK, EVICTION, 1, False)
+            tl.debug_barrier()
+            fill(index, lookups, work, number, ROUNDS, LISTS, EVICTION)
+            tl.debug_barrier()
+
+
+@triton.jit
 def finish(index, num_shared, lookups, work, rows, BLOCK: tl.constexpr):
     """The rows of the look-ups whose ids had no slot."""
     waiting, not_placed = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     count = tl.load(work.counters)
+    if tl.program_id(0) == 0:
+        live = lookups.n if lookups.end is None else tl.minimum(tl.load(lookups.end), lookups.n)
+        tl.atomic_add(index.counts, live - count, sem="relaxed")
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         m = start + tl.arange(0, BLOCK)
         live = m < count
         k = tl.load(work.missing + m, mask=live, other=0)
         claimant = tl.load(work.claimants + m, mask=live, other=0)
         status = tl.load(work.status + claimant, mask=live, other=0)
-        id, table = _load(lookups, k, live)
-        tl.store(rows + k, _local_row(index, num_shared, status, id, table, live), mask=live)
+        id, table = load_lookups(lookups, k, live)
+        tl.store(rows + k, local_row(index, num_shared, status, id, table, live), mask=live)
         waiting += (status == WAITING).to(tl.int64)
         not_placed += ((status < 0) & (status != WAITING)).to(tl.int64)
     number = tl.sum(waiting, 0)
