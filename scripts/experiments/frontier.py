@@ -232,8 +232,13 @@ def compare_kinds(options: argparse.Namespace) -> None:
         "impossible": impossible,
     }
 
-    summary = compare.summarize(compare.read(finished))
+    table = compare.read(finished)
+    summary = compare.summarize(table)
     summary["log"] = [data_of[name].name for name in summary["run"]]
+    for metric in ("AUC", "log loss"):
+        groups = table.groupby("group", sort=False)
+        by_seed = {own["run"].iloc[0]: own[metric].tolist() for _, own in groups}
+        summary[f"{metric} by seed"] = summary["run"].map(by_seed)
     publish(summary, options, report)
     if not options.no_timing:
         for line, name in summary["run"].items():

@@ -324,12 +324,13 @@ def bench(result: Result, *, metric: str) -> Rows:
 def bench_means(result: Result, *, metric: str) -> Rows:
     """The mean over these logs of what each kind changes from dense tables with the same seed, with
     its standard error over the seeds."""
-    found = {(r["emb"], r["budget"], r["log"]): r[f"{metric} by seed"] for r in result["results"]}
+    every = result["results"]
+    found = {(r["emb"], r["budget"] or "", r["log"]): r[f"{metric} by seed"] for r in every}
     logs, rows = _logs(result), dict[str, dict[str, str]]()
     for kind, budget in dict.fromkeys(key[:2] for key in found if key[0] != "dense"):
         row = rows.setdefault(f"`{kind}`", dict.fromkeys(RATIOS, "-"))
         if all((kind, budget, log) in found for log in logs):
-            dense = [found["dense", None, log] for log in logs]
+            dense = [found["dense", "", log] for log in logs]
             pairs = zip((found[kind, budget, log] for log in logs), dense, strict=True)
             changes = [list(map(sub, own, other)) for own, other in pairs]
             error = sum(variance(own) / len(own) for own in changes) ** 0.5 / len(logs)

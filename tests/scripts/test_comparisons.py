@@ -187,7 +187,10 @@ def test_a_frontier_with_known_rates(compare_kinds, data, tmp_path):
         zip(meta.tables, meta.cardinalities, strict=True)
     )
     assert {table["rank"] for table in tables.values() if table["kind"] == "tt"}
-    assert all(row["samples/s"] > 0 for row in report["results"])
+    for row in report["results"]:
+        assert row["samples/s"] > 0
+        assert len(row["log loss by seed"]) == row["seeds"]
+        assert np.mean(row["AUC by seed"]) == pytest.approx(row["AUC"])
     plots = ("", "_log_loss", "_speed")
     assert {path.name for path in tmp_path.glob("*.png")} == {f"plot{name}.png" for name in plots}
 
