@@ -106,7 +106,6 @@ def common_sizes(
     pieces: int,
     kind: str,
     *,
-    own: float = OWN,
     counted: bool = False,
     shared: int | None = None,
 ) -> Sizes:
@@ -116,7 +115,6 @@ def common_sizes(
         budget: the tables, and the bytes for them.
         pieces: of a shared row.
         kind: the embedding kind, for the message.
-        own: share of the bytes for rows that ids have for themselves.
         counted: whether a sketch counts ids.
         shared: shared rows of a table, if given.
 
@@ -139,7 +137,7 @@ def common_sizes(
         return each + FIXED_BYTES + slot * LANES
 
     level = max(highest_level(cost, budget.size, budget.size, kind), of_id + of_shared)
-    rows = max(1, int(own * level) // of_id)
+    rows = max(1, int(OWN * level) // of_id)
     if shared is not None:
         rows = max(1, (level - shared * of_shared) // of_id)
     few = max(1, (level - rows * of_id) // of_shared) if shared is None else shared
