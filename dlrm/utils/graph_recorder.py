@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -46,6 +47,8 @@ class GraphRecorder:
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         cause: Exception | None = None
+        collects = gc.isenabled()
+        gc.disable()  # pinned memory that garbage holds would be released, which ends a capture
         try:
             # Another thread may load batches meanwhile, with streams and memory of its own.
             with torch.cuda.graph(
@@ -61,6 +64,8 @@ class GraphRecorder:
             self._abandon()
             raise (cause or error) from None
         finally:
+            if collects:
+                gc.enable()
             cause = None  # its frames hold the memory of the work, and one of them holds it
         return graph.replay, out
 
