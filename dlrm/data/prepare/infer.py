@@ -50,7 +50,7 @@ def plan_columns(
         ValueError: the options name a column that does not exist, or nothing can be made of
             one.
     """
-    batches = _samples(files, skip_bad)
+    batches, times = _samples(files, skip_bad)
     if not batches:
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
     samples = [dict(zip(rows.schema.names, rows.columns, strict=True)) for rows in batches]
@@ -68,7 +68,7 @@ def plan_columns(
         ]
         own, untyped = given.get(name, ColumnOptions()), files[0].format == "csv"
         try:
-            columns.append(_column(name, parts, own, options, untyped=untyped))
+            columns.append(_column(name, parts, own, options, untyped=untyped, times=times))
             if columns[-1].kind == "number" != own.kind and any(starmap(missing_tells, parts)):
                 gaps.append(name)
         except NoFeatureError as error:
@@ -180,8 +180,10 @@ def _column(
     options: TableOptions,
     *,
     untyped: bool,
+    times: float,
 ) -> Column:
-    """One column, with its kind as given or as inferred from its first values and labels."""
+    """One column, with its kind as given or as inferred from its first values and labels, and from
+    how many times as many rows the table has."""
     values = [part for part, _ in parts]
     if len({part.type for part in values}) < len(values) and all(map(_is_constant, values)):
         parts = [(pa.concat_arrays(values), None)]  # such as the day, of which each file has one
@@ -192,9 +194,12 @@ def _column(
         candidates = [
             find_split_time(name, part, untyped)
             if by_time
-            else find_kind(name, part, untyped, labels)
+            else find_kind(name, part, untyped, labels, times)
             for part, labels in parts
         ]
+        if {candidate.kind for candidate in candidates} == {"list"} and is_text(values[0].type):
+            both = pa.concat_arrays([part.cast(pa.string()) for part in values])
+            candidates.append(find_kind(name, both, untyped, None, times / len(values)))
         inferred = min(candidates, key=lambda candidate: candidate.kind != "category")
     else:
         note = "; later rows are out of its range" if by_time and own.kind == "number" else ""
@@ -246,7 +251,7 @@ def _with_negative(
         return options
     name = next(column.name for column in columns if column.kind == "label")
     if files[0].format == "csv":  # as texts: what looks like a bool or a number stays as it is
-        samples = _samples(files, skip_bad, {name: pa.string()})
+        samples, _ = _samples(files, skip_bad, {name: pa.string()})
     found = find_negative(
         [rows[name] for rows in samples if name in rows.schema.names], name, options.positive
     )
@@ -255,31 +260,36 @@ def _with_negative(
 
 def _samples(
     files: Sequence[RawFile], skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
-) -> list[pa.RecordBatch]:
-    """The first rows of the first and of the last file that has any."""
-    ends = []
+) -> tuple[list[pa.RecordBatch], float]:
+    """The first rows of the first and of the last file that has any, and about how many times as
+    many rows as one of these all files have."""
+    ends, read = [], 0
     for order in (files, files[:0:-1]):
         batches = (_sample(file, skip_bad, types) for file in order)
-        ends += [next((rows for rows in batches if rows.num_rows), None)]
-    return [rows for rows in ends if rows is not None]
+        if found := next(((rows, size) for rows, size in batches if rows.num_rows), None):
+            ends.append(found[0])
+            read += found[1]
+    whole = sum(file.path.stat().st_size for file in files)
+    return ends, whole * len(ends) / max(1, read)
 
 
 def _sample(
     file: RawFile, skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
-) -> pa.RecordBatch:
+) -> tuple[pa.RecordBatch, int]:
+    """The first rows of a file, and how many of its bytes these are."""
     wide = max(1, len(file.names) // WIDE)  # so that there are many rows of many columns, too
     part = None
     for part in file.parts(SAMPLE_BYTES * wide):
         if isinstance(part, ParquetPart) or part.data:  # more than a header before a long row
             break
     if part is None:  # Parquet without rows
-        return pa.RecordBatch.from_pylist([], pq.read_schema(file.path))
+        return pa.RecordBatch.from_pylist([], pq.read_schema(file.path)), 0
     try:
         if isinstance(part, ParquetPart):
-            return part.batch
+            return part.batch, part.consumed
         if types is not None and isinstance(part, CsvPart):
-            return part.infer(skip_bad=skip_bad, types=types)
-        return part.infer(skip_bad=skip_bad)
+            return part.infer(skip_bad=skip_bad, types=types), part.consumed
+        return part.infer(skip_bad=skip_bad), part.consumed
     except BadRow as error:
         raise error.located(file.path) from None
 
@@ -382,7 +392,7 @@ def read_types(
 def json_types(file: RawFile, *, skip_bad: bool = False) -> Mapping[str, pa.DataType]:
     """The types of JSON values; a time is read as the text that it is."""
     types = {}
-    for field in _sample(file, skip_bad).schema:
+    for field in _sample(file, skip_bad)[0].schema:
         temporal = pa.types.is_temporal(field.type) or field.type == pa.null()
         types[field.name] = pa.string() if temporal else field.type
     return types

@@ -31,6 +31,7 @@ ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
 SELDOM = 0.8  # distinct texts, as a share of all, from which these hardly repeat
+OFTEN = 4  # rows of a text, from which more is learned of it than of its words
 NUMBER_SHARE = 0.95
 HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
 SURE = 4.0  # standard deviations
@@ -69,13 +70,18 @@ class NoFeatureError(ValueError):
 
 
 def find_kind(
-    name: str, sample: pa.Array, untyped: bool, labels: NDArray[np.uint8] | None = None
+    name: str,
+    sample: pa.Array,
+    untyped: bool,
+    labels: NDArray[np.uint8] | None = None,
+    times: float = 1.0,
 ) -> InferredKind:
     """The kind of a column that the options say nothing of, from its first values.
 
     Args:
         untyped: whether the file holds nothing but texts.
         labels: ``[n]`` 0 or 1, those of the same rows, if they are known.
+        times: how many times as many rows the table has, about.
 
     Raises:
         NoFeatureError: nothing can be made of it.
@@ -121,7 +127,7 @@ def find_kind(
     if kind == pa.null():
         return InferredKind(kind="category", why="no value in the first rows")
     if is_text(kind):
-        return _find_text(name, sample, untyped)
+        return _find_text(name, sample, untyped, times)
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         with suppress(pa.ArrowInvalid):
             if not untyped:  # of a CSV, the row is named later
@@ -131,7 +137,7 @@ def find_kind(
     raise NoFeatureError(str(kind))
 
 
-def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
+def _find_text(name: str, sample: pa.Array, untyped: bool, times: float) -> InferredKind:
     """Texts may be times, numbers or lists; otherwise they are categories."""
     if _moments(sample) is not None:
         return InferredKind(kind="time", why="texts that are times")
@@ -141,7 +147,7 @@ def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
     if untyped and (found := find_written_number(name, sample)):
         return found
 
-    separator, sure = find_separator(sample)
+    separator, sure = find_separator(sample, times)
     if separator and sure and not (separator == " " and ID_NAME.search(name)):
         where = "in brackets" if len(separator) > 1 else f"with {separator!r} between entries"
         why = f"texts {where}{_alternative(name, 'category')}"
@@ -355,9 +361,10 @@ def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
     return InferredKind(kind="number", why=why, marks=found.marks)
 
 
-def find_separator(texts: pa.Array) -> tuple[str | None, bool]:
+def find_separator(texts: pa.Array, times: float = 1.0) -> tuple[str | None, bool]:
     """The separator between the entries of lists that are written as text, and whether these
-    certainly are lists: the words of a title are none. With ``[,]`` the texts have brackets, too.
+    certainly are lists: the words of a title are none, unless titles hardly repeat in a table of
+    ``times`` as many rows. With ``[,]`` the texts have brackets, too.
     """
     texts = texts.drop_null()
     distinct = texts.unique()
@@ -386,8 +393,17 @@ def find_separator(texts: pa.Array) -> tuple[str | None, bool]:
         if separator == "," and rare < 0.5:
             return separator, lengths > 1 and rare < FEW_ENTRIES
         if separator == " " and rare < FEW_ENTRIES and lengths > 1:
-            return separator, len(distinct) > SELDOM * len(texts)  # nothing is learned of those
+            return separator, _hardly_repeat(texts, times)
     return None, False
+
+
+def _hardly_repeat(texts: pa.Array, times: float) -> bool:
+    """Whether texts hardly repeat, so that nothing is learned of one, in these rows and in
+    ``times`` as many: of a large catalogue, the first rows have each item once at most."""
+    counts = pc.value_counts(texts).field("counts").to_numpy()
+    once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
+    # If all are as frequent, x times in these rows, x / 2 as many occur twice as once (Poisson).
+    return len(counts) > SELDOM * len(texts) and bool(2 * twice * times < OFTEN * once)
 
 
 def _share(texts: pa.Array, mark: str) -> float:

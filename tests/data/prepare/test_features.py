@@ -534,3 +534,25 @@ def test_words_may_be_lists_and_titles_are_none(tmp_path):
     plan = plan_rows(write_rows(tmp_path / "rows.csv", columns))[1]
     assert {c.name for c in plan.columns if c.kind == "list"} == {"note"}
     assert plan.columns[-1].why.startswith("texts with ' ' between entries; if these are ids: ")
+
+
+@pytest.mark.parametrize("where", ["one file", "each day"])
+def test_titles_of_a_large_catalogue_are_ids(tmp_path, where):
+    """Their first rows hardly repeat, as those of texts do of which each is written once."""
+    rng, size, rows = np.random.default_rng(0), 20_000, 10_000
+    items = [" ".join(f"w{word}" for word in rng.integers(0, 90, 4 + i % 5)) for i in range(size)]
+    files = [rng.integers(0, size, size=14 * rows)]
+    if where == "each day":  # the same listings, each once a day
+        files = [np.arange(rows), np.arange(rows)[::-1]]
+    for day, order in enumerate(files):
+        seen = [items[i] for i in order]
+        own = np.arange(len(order)) + day * rows
+        new = [f"{items[i % size]} {i // 380} {i % 380}" for i in own]
+        columns = {"label": [0, 1] * (len(order) // 2), "title": seen, "review": new}
+        write_rows(tmp_path / f"{day}.csv", columns | {"filling": ["x" * 400] * len(order)})
+    plan = plan_rows(tmp_path)[1]
+    assert {c.name: c.kind for c in plan.columns if c.name != "filling"} == {
+        "label": "label",
+        "title": "category",
+        "review": "list",
+    }
