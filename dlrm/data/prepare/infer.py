@@ -59,7 +59,7 @@ def plan_columns(
     labels = [_known_labels(sample, given, options) for sample in samples]
 
     # All columns are found before any error, so that they can be printed.
-    columns, useless, gaps = [], dict[str, str](), list[str]()
+    columns, useless, gaps = [], dict[str, str](), dict[str, float]()
     for name in names:
         parts = [
             (without_texts(decoded(sample[name]), options.missing), own)
@@ -69,8 +69,8 @@ def plan_columns(
         own, untyped = given.get(name, ColumnOptions()), files[0].format == "csv"
         try:
             columns.append(_column(name, parts, own, options, untyped=untyped, times=times))
-            if columns[-1].kind == "number" != own.kind and any(starmap(missing_tells, parts)):
-                gaps.append(name)
+            if columns[-1].kind == "number" != own.kind:
+                gaps[name] = max(starmap(missing_tells, parts))
         except NoFeatureError as error:
             useless[name] = str(error)
             found = type_name(parts[0][0].type)
@@ -86,7 +86,8 @@ def plan_columns(
         told = error.located(files[0].path) if isinstance(error, BadRow) else error
         raise ColumnsError(str(told), plan) from None
     if plan.categorical:
-        plan = _bucketed(plan, gaps[:FEW_BUCKETED], "as which are missing tells of the label")
+        most = sorted((name for name in gaps if gaps[name] > 1), key=gaps.__getitem__, reverse=True)
+        plan = _bucketed(plan, most[:FEW_BUCKETED], "as which are missing tells of the label")
     else:
         plan = _bucketed(plan, _to_bucket(columns, samples[0], labels[0]), "which a model needs")
     if not plan.categorical:

@@ -93,16 +93,20 @@ def _pairs(ranges: NDArray[np.uint8], residuals: Floats) -> Floats:
     return found
 
 
-def missing_tells(values: pa.Array, labels: NDArray[np.uint8] | None) -> bool:
-    """Whether the share of positives differs between rows with and without a value, beyond chance.
+def missing_tells(values: pa.Array, labels: NDArray[np.uint8] | None) -> float:
+    """How sure it is that labels depend on whether there is a value.
 
     Args:
         values: ``[n]`` numbers.
         labels: ``[n]`` 0 or 1, if they are known.
+
+    Returns:
+        Standard deviations between the shares of positives, relative to those from which it is
+        sure: more than 1 if missing values tell.
     """
     missing = pc.is_null(values, nan_is_null=True).to_numpy(zero_copy_only=False)
     if labels is None or not 0 < missing.sum() < len(missing):
-        return False
+        return 0.0
     mean, share = labels.mean(), missing.mean()
-    noise = np.sqrt(mean * (1 - mean) / (share * (1 - share) * len(labels)))
-    return bool(abs(labels[missing].mean() - labels[~missing].mean()) > GAPS * noise)
+    noise = np.sqrt(mean * (1 - mean) / (share * (1 - share) * len(labels))) or 1.0
+    return float(abs(labels[missing].mean() - labels[~missing].mean()) / (GAPS * noise))

@@ -283,6 +283,19 @@ def test_a_number_is_bucketed_if_the_missing_ones_tell_of_the_label(tmp_path):
     assert not plain.columns[2].options.bucketed
 
 
+def test_of_many_numbers_with_gaps_those_that_tell_most_are_bucketed(tmp_path):
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 2, 2000)
+    columns = {"label": label, "city": rng.integers(0, 5, 2000)}
+    for i in range(40):
+        missing = 0.2 + label * (0.1 if i < 20 else 0.5)
+        columns[f"s{i}"] = np.where(rng.random(2000) < missing, np.nan, rng.normal(size=2000))
+    _, plan = plan_rows(write_rows(tmp_path / "rows.csv", columns))
+    bucketed = [column.name for column in plan.columns if column.options.bucketed]
+    assert len(bucketed) == 32
+    assert bucketed[-20:] == [f"s{i}" for i in range(20, 40)]
+
+
 def test_hexadecimal_integers_are_ids(tmp_path):
     """They were called numbers, and the first one no number."""
     keys, sizes = [f"0x{i * i:x}" for i in range(200)], [i * 7 % 199 for i in range(200)]
