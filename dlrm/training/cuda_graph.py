@@ -190,7 +190,7 @@ class StepGraphs:
         """Copy a batch to the tensors that a captured step reads."""
         own, batch = to.batch, prepared.batch
 
-        # All that lies in rows is copied in one launch.
+        # One launch copies all tensors that have rows.
         targets, sources = [own.dense, own.labels], [batch.dense, batch.labels]
         orders: list[Tensor | None] = [None, None]
         if own.offsets is None:

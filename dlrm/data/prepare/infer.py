@@ -25,12 +25,12 @@ from .kinds import (
     InferredKind,
     NoFeatureError,
     find_kind,
-    find_separator,
     find_split_time,
     find_time_format,
     find_written_number,
     whole_days,
 )
+from .list_texts import find_separator
 from .plan_summary import format_plan
 from .telling import FEW_NUMBERS, missing_tells, telling
 from .text_formats import CsvPart

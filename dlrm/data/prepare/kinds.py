@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .column_options import yaml_line
-from .number_texts import PLAIN, Marks, find_marks
+from .list_texts import find_separator
+from .number_texts import NUMBER_SHARE, PLAIN, Marks, find_marks
 from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_text, times, type_name
 
 FEW_VALUES = 20
@@ -28,11 +29,6 @@ CLOCKS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 CLOCK = r"^\d\d:\d\d(:\d\d)?$"
 OF_THE_DAY = ("%H:%M", "%H:%M:%S")
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
-LIST_SHARE = 0.2
-FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
-SELDOM = 0.8  # distinct texts, as a share of all, from which these hardly repeat
-OFTEN = 4  # rows of a text, from which more is learned of it than of its words
-NUMBER_SHARE = 0.95
 HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
 SURE = 4.0  # standard deviations
 MOST = 3.0  # a trend explains this much more than what is left
@@ -359,56 +355,6 @@ def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
     why = f"numbers such as {shown(found.example)}: {found.marks}"
     why += f", except {shown(found.odd)}" if found.odd is not None else ""
     return InferredKind(kind="number", why=why, marks=found.marks)
-
-
-def find_separator(texts: pa.Array, times: float = 1.0) -> tuple[str | None, bool]:
-    """The separator between the entries of lists that are written as text, and whether these
-    certainly are lists: the words of a title are none, unless titles hardly repeat in a table of
-    ``times`` as many rows. With ``[,]`` the texts have brackets, too.
-    """
-    texts = texts.drop_null()
-    distinct = texts.unique()
-    if not len(texts):
-        return None, False
-
-    # In brackets, with commas or spaces in some of them.
-    for mark in (", ", ",", " "):
-        inner = r"\[[^\]]*\]|\([^)]*\)"
-        bracketed = distinct.filter(pc.match_substring_regex(distinct, rf"^\s*({inner})\s*$"))
-        if len(bracketed) > NUMBER_SHARE * len(distinct) and _share(bracketed, mark) >= LIST_SHARE:
-            return f"[{mark.strip() or mark}]", True
-
-    # Without brackets.
-    for separator in ("|", ";", ",", " "):
-        # Entries repeat, and other texts with a bar in them don't.
-        sample = texts if separator in "|;" else distinct
-        if _share(sample, separator) < LIST_SHARE:
-            continue
-        lists = pc.split_pattern(sample, separator)
-        entries = pc.utf8_trim_whitespace(lists.flatten())
-        rare = pc.count_distinct(entries).as_py() / len(entries)
-        lengths = pc.count_distinct(pc.list_value_length(lists)).as_py()
-        if separator in "|;" and rare < 0.5:
-            return separator, True
-        if separator == "," and rare < 0.5:
-            return separator, lengths > 1 and rare < FEW_ENTRIES
-        if separator == " " and rare < FEW_ENTRIES and lengths > 1:
-            return separator, _hardly_repeat(texts, times)
-    return None, False
-
-
-def _hardly_repeat(texts: pa.Array, times: float) -> bool:
-    """Whether texts hardly repeat, so that nothing is learned of one, in these rows and in
-    ``times`` as many: of a large catalogue, the first rows have each item once at most."""
-    counts = pc.value_counts(texts).field("counts").to_numpy()
-    once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
-    # If all are as frequent, x times in these rows, x / 2 as many occur twice as once (Poisson).
-    return len(counts) > SELDOM * len(texts) and bool(2 * twice * times < OFTEN * once)
-
-
-def _share(texts: pa.Array, mark: str) -> float:
-    """The share of texts that have a mark in them."""
-    return (pc.sum(pc.match_substring(texts, mark)).as_py() or 0) / len(texts)
 
 
 def _moments(sample: pa.Array) -> NDArray[np.int64] | None:

@@ -15,6 +15,7 @@ SYMBOLS = ("$", "€", "£", "¥", "%")
 UNIT = re.compile(r"\d ?((?<= )[^\W\d]|[^\W\d]{2,6})$")
 """Such as km or EUR at the end; a single letter after a digit may be part of a code."""
 SPACES = " \u00a0\u202f"
+NUMBER_SHARE = 0.95  # of the texts of a column, if others may be mistakes
 
 
 @dataclass(frozen=True, kw_only=True)

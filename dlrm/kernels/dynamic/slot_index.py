@@ -111,7 +111,7 @@ class SlotIndex(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all but what follows from the sizes of the tables."""
+        """Bytes of the tensors that a checkpoint keeps; the sizes of the tables give the others."""
         kept = self.ids, self.scores, self.columns, self.time, self.sketch, self.counts
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 

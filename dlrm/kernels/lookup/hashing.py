@@ -90,10 +90,11 @@ def hashed_offsets(
     """
     shape = torch.broadcast_shapes(first.shape, ids.shape)
     of_runs = first.shape == (*ids.shape[:-1], 1)
-    array = {"block": block, "start": start}
     regular = of_runs or first.numel() in (1, ids.numel()) or first.shape == ids.shape[-1:]
     if not use_triton(ids, impl) or ids.shape != shape or not regular:
-        return hashed_offsets_torch(first, ids, pieces, size, **array, rows=rows, few=few)
+        return hashed_offsets_torch(
+            first, ids, pieces, size, block=block, start=start, rows=rows, few=few
+        )
     out = torch.empty(*shape, pieces, dtype=torch.int64, device=ids.device)
     if out.numel():
         if ids.dim() != 2 or (rows is not None and rows.stride() != ids.stride()):
