@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -55,6 +57,14 @@ from serve_rows import ARROW, JSON, Refused, one_line, rows_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_REQUESTS = 1.0  # seconds that a new connection has for its request when the server ends
+
+SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
+NO_SYN = (  # a packet filter, as in man 7 socket: (code, jump if true, jump if false, value) each
+    (0x30, 0, 0, 13),  # load byte 13 of the TCP header, the flags
+    (0x45, 0, 1, 0x02),  # if SYN is set
+    (0x06, 0, 0, 0),  # then keep no byte of the packet
+    (0x06, 0, 0, 0xFFFFFFFF),  # else all
+)
 
 
 class Service:
@@ -258,31 +268,31 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections, and answer those that were taken before the server ends."""
-        accepted = []
         for listening in sockets or []:
-            with suppress(BlockingIOError):
-                while True:
-                    accepted.append(listening.accept()[0])
-        for server in self.servers:
-            server.close()
+            ignore_new_clients(listening)
 
+        # The event loop takes those that were connecting, and their requests may be on the way.
         loop = asyncio.get_running_loop()
-        protocol = partial(
-            self.config.http_protocol_class,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        for connection in accepted:
-            await loop.connect_accepted_socket(protocol, connection)
-
-        # Their requests may still be on the way.
         deadline = loop.time() + LAST_REQUESTS
+        await asyncio.sleep(LAST_REQUESTS / 10)
         while loop.time() < deadline and any(
             connection.cycle is None for connection in self.server_state.connections
         ):
             await asyncio.sleep(0.01)
         await super().shutdown(sockets)
+
+
+def ignore_new_clients(listening: socket.socket) -> None:
+    """Drop packets that open connections, as the kernel resets those that are never accepted.
+
+    A client sends such a packet again after a second, and is refused then. Only Linux has filters.
+    """
+    if sys.platform == "linux":
+        program = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_SYN)
+        buffer = ctypes.create_string_buffer(program, len(program))
+        listening_filter = struct.pack("HP", len(NO_SYN), ctypes.addressof(buffer))
+        with suppress(OSError):  # a sandbox without filters
+            listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, listening_filter)
 
 
 def say(text: str) -> None:
