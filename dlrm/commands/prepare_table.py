@@ -91,6 +91,8 @@ def _prepare(options: Namespace) -> None:
     else:
         files, plan = _later_rows(options.inputs, options.ids_of, content, options.config)
     print(format_plan(plan), flush=True)
+
+    # What the program decided that the user may not expect.
     if plan.rated:
         columns = f"{len(plan.rated)} column{'s' * (len(plan.rated) > 1)}"
         print(f"counts and rates of the ids of {columns}, from other rows (rates: false: none)")

@@ -44,6 +44,7 @@ def write_scores(options: Namespace) -> None:
             f"dlrm predict runs in one process, but there are {processes}: start it without "
             "torchrun"
         )
+
     rows, output = options.rows, options.output
     output.parent.mkdir(parents=True, exist_ok=True)
     prepared = (rows / META_FILE).is_file()
@@ -58,6 +59,7 @@ def write_scores(options: Namespace) -> None:
         if not is_out_of_memory(error):
             raise
         raise ValueError("out of memory: give a smaller --batch-size") from error
+
     rate = count / (time.perf_counter() - began)
     print(f"{count:,} predictions in {output}, {rate:,.0f} rows/s")
 

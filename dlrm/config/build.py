@@ -82,8 +82,8 @@ def optimizer_specs(optim: OptimConfig) -> list[tuple[str, float, dict[str, Any]
     given, rules = optim.rule_options, (optim.dense, optim.embeddings)
     idle = [name for name in given if not any(name in OPTIONS[rule] for rule in rules)]
     if idle:
-        neither = f"neither {rules[0]} nor {rules[1]} uses it"
-        raise ValueError("; ".join(f"{name} is set, but {neither}" for name in idle))
+        missing = f"is no option of {' or '.join(dict.fromkeys(rules))}"
+        raise ValueError("; ".join(f"{name} is set, but it {missing}" for name in idle))
     specs = []
     for rule, lr in zip(rules, _learning_rates(optim), strict=True):
         options = {name: value for name, value in given.items() if name in OPTIONS[rule]}

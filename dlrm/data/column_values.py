@@ -106,6 +106,8 @@ def read_bags(
         buffers, mask = [None, array.buffers()[1]], array.is_null() if array.null_count else None
         entries = pa.Array.from_buffers(item, rows * size, buffers, offset=array.offset * size)
         array = pa.FixedSizeListArray.from_arrays(entries, size, mask=mask)
+
+    # The entries of all rows, and where each begins.
     fixed = pa.types.is_fixed_size_list(array.type)
     if not fixed and not array.null_count:
         offsets = array.offsets.to_numpy()

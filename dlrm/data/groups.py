@@ -78,6 +78,7 @@ def _read_split(directory: Path, meta: Meta, split: str, column: str) -> Groups:
                 f"{row_group.path}: column {column!r} holds lists: group by another column"
             )
         parts += reader.read_table(row_group, [column])[column].chunks
+
     values = pa.chunked_array(parts).combine_chunks()
     coded = values.dictionary_encode()
     of_rows = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)

@@ -381,6 +381,7 @@ class BatchLoader:
             epochs=self._epochs,
         )
         groups = order.groups(epoch, start)
+
         # buffers beyond the batch that keep all readers busy; at most those of an epoch
         windows = self.windows if self.shuffle else len(self._row_groups)
         ahead = min(-(-self.readers * windows // len(self._row_groups)), windows)

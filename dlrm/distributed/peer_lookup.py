@@ -159,6 +159,7 @@ class _PeerLookup(torch.autograd.Function):
         sorter: RowSorter | None,
     ) -> Tensor:
         peers.rows.barrier()  # all processes have updated their rows
+
         if isinstance(lookups, Tensor):
             keys, order = lookups.view(-1), None
         else:

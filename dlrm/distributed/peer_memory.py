@@ -82,6 +82,7 @@ class SymmetricTensor:
             torch.cuda.synchronize(device)
             self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
             torch.cuda.synchronize(device)
+
             bases = self._handle.buffer_ptrs
             offset = self.local.data_ptr() - bases[world.rank]
             pointers = [bases[rank] + offset for rank in world.ring]

@@ -155,6 +155,7 @@ class ShardedTables(Embedding):
                 else:
                     weight.data = new.copy_(data)
                 weight.grad = None if weight.grad is None else fn(weight.grad)
+
         self._parameters.update(held)
         for weight in self.local_parameters():  # packed rows may be a new parameter
             weight.grad_dtype = None

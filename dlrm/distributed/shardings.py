@@ -96,6 +96,7 @@ class Sharding(nn.Module, ABC):
         self.peer_lookup = PeerLookup(
             self.world, max(heights) + 1, self.width, lookups, self.comm_dtype, self.columns
         )
+
         # A look-up of a sample finds its row in one of the shards of a table with the same columns.
         position = {table: index for index, table in enumerate(self.order)}
         slots: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}

@@ -116,6 +116,7 @@ class _MLP(torch.autograd.Function):
         values, weights = ctx.saved_tensors[: layers + 1], ctx.saved_tensors[layers + 1 :]
         grads: list[Tensor | None] = [None] * len(ctx.parameters)
         side, sums = (side_stream_of(grad.device, name) for name in ("weights", "biases"))
+
         if ctx.final_relu:
             grad = torch.ops.aten.threshold_backward(grad, values[-1], 0)
         grad = grad.contiguous()

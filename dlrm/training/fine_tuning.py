@@ -153,8 +153,11 @@ def compress(
         ),
         trained=True,
     )
+
+    # Bags are pooled as before.
     pooled = ({name: own[name] for name in own if name == "mode"} for _, own in spec["plan"])
     plan = [(own, options | mode) for (own, options), mode in zip(plan, pooled, strict=True)]
+
     model = DLRM(**{**spec, "plan": plan, "tables_dtype": dtype})
     model.to(next(trained.parameters()).device)
     model.load_trained(trained)

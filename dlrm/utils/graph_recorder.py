@@ -47,6 +47,7 @@ class GraphRecorder:
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         cause: Exception | None = None
+
         collects = gc.isenabled()
         gc.disable()  # pinned memory that garbage holds would be released, which ends a capture
         try:

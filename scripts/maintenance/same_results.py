@@ -40,7 +40,7 @@ ROOT = Path.cwd()  # the tree that is recorded
 
 TOLERANCE = 0.02  # relative, for runs on a GPU without --deterministic true
 TIMED = ("time", "seconds/", "speed/", "memory/", "cache/link_share")  # not the same twice
-RACED = ("cache/",)  # nor these on a GPU, where threads race for the places in a cache
+RACED = ("cache/",)  # on a GPU neither, as threads race for a cache
 SHOWN = 3  # differing values of an entry
 
 

@@ -193,9 +193,11 @@ def _mapped(
     texts = as_texts(array.dictionary, name).fill_null("").to_pylist()
     found = [codes.get(_plain(text), other if text else None) for text in texts]
     result = pa.array(found, pa.uint8()).take(array.indices)
+
     if "" in codes:
         missing = pa.scalar(codes[""], pa.uint8())
         result = pc.if_else(array.indices.is_null(), missing, result)
+
     wrong = result.is_null()
     if not required:
         there = pa.array([bool(text.strip()) for text in texts], pa.bool_())

@@ -105,6 +105,7 @@ class BlockReader:
     def _decompressed(self) -> Iterator[bytes]:
         with open(self.path, "rb") as start:
             magic = start.read(4)  # by content, whatever the suffix
+
         with self._file as file:
             stream: Any = file
             if magic.startswith(GZIP_MAGIC):

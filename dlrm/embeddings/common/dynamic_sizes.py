@@ -82,12 +82,14 @@ def check_options(
         raise ValueError(
             f"{kind} evict is {eviction.rule!r}; set --{kind}.evict to one of {', '.join(RULES)}"
         )
+
     few = shared if isinstance(shared, Sequence) else [shared]
     least = {"half_life": eviction.half_life, "age": eviction.age, "admit": admission.after}
     least["shared"] = min((own for own in few if own is not None), default=1)
     for name, value in least.items():
         if value < 1:
             raise ValueError(f"{kind} {name} is {value}; set --{kind}.{name} to 1 or more")
+
     if not 0 < admission.chance <= 1:
         raise ValueError(
             f"{kind} chance is {admission.chance}, it must be above 0, at most 1; set "

@@ -62,6 +62,7 @@ class HostRows(PrefetchesRows, SharedRows):
             raise ValueError(f"cache_share is {cache_share}, it must be between 0 and 1")
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life}, it must be above 0")
+
         on_host = not (cache_rows is None and cache_share is None)
         if on_host and common.get("dtype") == "int4":
             raise ValueError("rows in host memory have no int4: set --tables.dtype int8")

@@ -82,9 +82,12 @@ class SlotIndex(NamedTuple):
         total = LANES * sum(buckets)
         cells = 1 << (total.bit_length() - 1) if admission.after > 1 else 2
         sizes = torch.tensor(buckets, device=device)
+
+        # Slots at the end of a bucket that no table has are never free.
         scores = torch.zeros(total, dtype=torch.int32, device=device)
         for end, own in zip(accumulate(buckets), slots, strict=True):
             scores[LANES * end - -own % LANES : LANES * end] = -1
+
         columns, salts, first = None, None, sizes.cumsum(0) - sizes
         if sharing:
             number = torch.uint8 if sharing <= 256 else torch.int16

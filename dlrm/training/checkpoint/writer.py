@@ -216,6 +216,7 @@ class CheckpointWriter:
                     self._complete(draft, written)
                 else:
                     _tell(draft.note(rank), [asdict(written[0]), written[1]])
+
         except Stopped:
             shutil.rmtree(draft.temporary, ignore_errors=True)
         except BaseException as error:

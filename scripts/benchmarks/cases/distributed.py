@@ -176,6 +176,7 @@ class Benchmark:
                 checked.add(case)
                 self.check(case)
                 harness.release()
+
             key = (case.model, case.kind, case.rule, batch)
             if key not in alone and self.fits(case):
                 alone[key] = self.measure_alone(case, batch)

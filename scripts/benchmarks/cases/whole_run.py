@@ -111,6 +111,7 @@ def time_run(
     parts = {name.removeprefix("seconds/"): value for name, value in seconds.items()}
     if parts:
         parts["exit"] = done.seconds - parts.pop("total")
+
     samples = metrics["speed/samples_per_second"] * metrics["speed/train_seconds"]
     stepping = sum(parts.get(name, 0) for name in ("train", "data_wait"))
     return {
