@@ -12,7 +12,7 @@ SUFFIXES = (".parquet", ".csv")
 EPILOG = """\
 ROWS is one of these:
   raw rows of the kind that the model's data was prepared from, with or without a label: rows of
-    Criteo as text, or a table as CSV, JSON lines or Parquet; plain, gzip or zstd; a file, a
+    Criteo as text, or a table as CSV, JSON lines or Parquet; plain or packed; a file, a
     directory of a table, or a pattern in quotes. The run holds all that they need.
   a prepared directory with meta.json, of which --split is scored. It must have been prepared with
     the ids of the model's data.

@@ -20,7 +20,8 @@ from dlrm.utils.validation import validate
 
 EPILOG = """\
 Input: tab-separated lines of label, I1..I13 (numbers, may be empty) and C1..C26 (up to 8 hex
-digits, may be empty), as in Kaggle's train.txt or Terabyte's day_0 .. day_23; plain, gzip or zstd.
+digits, may be empty), as in Kaggle's train.txt or Terabyte's day_0 .. day_23; plain, gzip, bzip2 or
+zstd.
 
 Output in DIR: train.parquet, val.parquet and test.parquet (label uint8, I1..I13 float32, C1..C26
 int32); vocabulary/C1.parquet .. C26.parquet (value, id, count; the row number is the id; value ""

@@ -31,8 +31,8 @@ from dlrm.utils.validation import validate
 EPILOG = """\
 With --criteo, raw logs of Criteo are prepared: dlrm prepare --criteo --help.
 
-Input: CSV, TSV, JSON lines (plain, gzip or zstd) or Parquet: files, directories, or patterns such
-as 'part-*.csv'. All files have the same columns.
+Input: CSV, TSV, JSON lines (plain, gzip, bzip2 or zstd) or Parquet: files, directories, or patterns
+such as 'part-*.csv'. All files have the same columns.
 
 What each column is (a number, a vector, a category, a list, a time) is found in the first rows and
 printed. --columns overrides it, and so does a YAML file; every option has a default:

@@ -61,7 +61,7 @@ class ColumnOptions(Closed):
     """The features of a time."""
     format: Text | None = None
     """Of a time that is text but not ISO 8601, as in ``strptime``: ``"%d/%m/%Y %H:%M"``."""
-    unit: Literal["s", "ms", "us"] = "s"
+    unit: Literal["s", "ms", "us", "ns"] = "s"
     """Of a time that is a number: units since 1970."""
     decimal: Literal[".", ","] | None = None
     """Of a number that is text: between the whole number and its fraction."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import csv
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,30 +18,13 @@ import pyarrow.parquet as pq
 from ...utils.messages import did_you_mean, listing, print_error
 from ..column_values import is_list
 from ..parquet import read_footer
-from .column_options import DOUBLE, TableOptions
+from .column_options import TableOptions
+from .csv_layout import find_layout
 from .input_paths import SUFFIXES, folder_columns, suffix
 from .text_blocks import BLOCK_BYTES, BlockReader
 from .text_formats import CsvLayout, CsvPart, JsonPart, PartRows, csv_row_end
-from .values import NUMBER_MISSING
 
 PARQUET_ROWS = 1 << 16  # of a part
-DELIMITERS = (",", "\t", ";", "|")
-PICKLED = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
-BINARY = b"Obj\1", b"ORC\n", b"\x89HDF", b"SQLite format 3", b"\x93NUMPY"
-PACKED = "; unpack it, or pack it with gzip or zstd"
-OTHER_FILES: dict[bytes | tuple[bytes, ...], str] = {
-    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): "UTF-16; convert it to UTF-8, for example with "
-    "iconv -f UTF-16 -t UTF-8",
-    b"PK\3\4": "a ZIP archive, as Excel workbooks are; save it as CSV, or unpack it",
-    PICKLED: "a pickle, which may run code when it is read; if you trust it, load it in Python, "
-    "and write it with DataFrame.to_parquet",
-    b"BZh": f"packed with bzip2{PACKED}",
-    b"\xfd7zXZ": f"packed with xz{PACKED}",
-    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
-    b"ARROW1": "a Feather file; write it with DataFrame.to_parquet",
-    BINARY: "a file of Avro, ORC, HDF5, SQLite or NumPy; write its rows as Parquet or CSV",
-}
-"""The first bytes of other files, and what these are."""
 PLAIN_TYPES = {
     pa.string_view(): pa.string(), pa.binary_view(): pa.binary(), pa.float16(): pa.float32()
 }  # fmt: skip
@@ -110,7 +91,8 @@ class RawFile:
                 )
             found = cls(path=path, format=kind, names=())
         else:
-            found = _open_csv(path, options, optional)
+            layout = find_layout(path, options, optional)
+            found = cls(path=path, format=kind, names=tuple(layout.names), layout=layout)
         for name, count in Counter(found.names).items():
             if count > 1:
                 raise ValueError(f"{path} has {count} columns named {name!r}; rename them")
@@ -129,7 +111,7 @@ class RawFile:
 
         file, layout = BlockReader(self.path), self.layout
         row_end = csv_row_end(layout.delimiter) if layout is not None and layout.quotes else None
-        header = layout is not None and layout.header
+        skip = 0 if layout is None else layout.rows_at
         for block in file.blocks(limit, block_bytes, row_end):
             if not block.data:
                 raise ValueError(f"{self.path}: the file is empty; replace it, or leave it out")
@@ -138,8 +120,7 @@ class RawFile:
                 continue
 
             data = block.data.removeprefix(codecs.BOM_UTF8)
-            if header:
-                data, header = data[_header_end(data, layout.quotes) :], False
+            data, skip = data[skip:], max(0, skip - len(data))
             yield CsvPart(**vars(block) | {"data": data}, layout=layout)
         self.sha256 = file.sha256()
 
@@ -188,8 +169,13 @@ def _plain(column: pa.Array) -> pa.Array:
         return _written_out(column, bytes.hex)
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
-    if is_list(column.type) and (entries := PLAIN_TYPES.get(column.type.value_type)):
-        return column.cast(pa.large_list(entries))
+    if is_list(column.type):
+        entries = values = column.type.value_type
+        if pa.types.is_dictionary(entries):  # of which a list is none of texts
+            values = PLAIN_TYPES.get(entries.value_type, entries.value_type)
+            column = column.cast(pa.large_list(pa.dictionary(entries.index_type, values)))
+        values = PLAIN_TYPES.get(values, values)
+        return column if values == entries else column.cast(pa.large_list(values))
     return column.cast(PLAIN_TYPES.get(column.type, column.type))
 
 
@@ -214,6 +200,8 @@ def open_files(paths: Sequence[Path], options: TableOptions, optional: str = "")
             f"note: folders give files of Parquet columns, but not {files[0].path}: no column is "
             f"made of {listing(list(names))}"
         )
+    if begun := [str(file.path) for file in files if file.layout and file.layout.comments]:
+        print_error(f"note: comments or blank lines at the start of {listing(begun)} are left out")
     return files
 
 
@@ -264,104 +252,3 @@ def _format(path: Path) -> str:
         return "parquet"
     start = BlockReader(path).start(64).removeprefix(codecs.BOM_UTF8)
     return "json" if start.lstrip()[:1] == b"{" else "csv"
-
-
-def _open_csv(path: Path, options: TableOptions, optional: str) -> RawFile:
-    """Find the delimiter and the names of a CSV, of which a column may be missing."""
-    # The delimiter that the first line has most of.
-    line = _first_line(path, options.quotes)
-    delimiter = options.delimiter or max(DELIMITERS, key=line.count)
-    if options.delimiter is None and DOUBLE in line and not any(map(line.count, DELIMITERS[:3])):
-        delimiter = DOUBLE
-    quotes = options.quotes and delimiter != DOUBLE  # of MovieLens, with quotes in titles
-
-    fields = line.split(delimiter)
-    if quotes:
-        try:
-            fields = next(csv.reader([line], delimiter=delimiter))
-        except csv.Error:
-            raise ValueError(
-                f"{path}: lines end with a carriage return alone; convert them, for example with "
-                r"tr '\r' '\n'"
-            ) from None
-
-    # The names, given or in the first line.
-    names = options.names
-    if names is None:
-        names = tuple(name if name.strip() else f"column_{i}" for i, name in enumerate(fields, 1))
-        if all(_is_number(field) for field in fields if field):
-            raise ValueError(
-                f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
-                "list them with names: in the YAML"
-            )
-    elif len(names) == len(fields) + 1 and optional in names:
-        names = tuple(name for name in names if name != optional)
-    elif len(names) != len(fields):
-        raise ValueError(
-            f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
-        )
-
-    layout = CsvLayout(
-        names=names,
-        delimiter=delimiter,
-        header=options.names is None,
-        quotes=quotes,
-        missing=(*NUMBER_MISSING, *options.missing),
-    )
-    return RawFile(path=path, format="csv", names=names, layout=layout)
-
-
-def _first_line(path: Path, quotes: bool) -> str:
-    """The first row of a CSV.
-
-    Raises:
-        ValueError: the file is empty, or no text in UTF-8.
-    """
-    start = BlockReader(path).start(1 << 16)
-
-    for beginning, what in OTHER_FILES.items():
-        if start.startswith(beginning):
-            raise ValueError(f"{path} is {what}")
-    if b"\0" in start.split(b"\n", 1)[0]:  # such as ORC and TFRecord
-        raise ValueError(f"{path} is no text, as a byte is 0; write its rows as Parquet or CSV")
-
-    start = start.removeprefix(codecs.BOM_UTF8)
-    if not start.strip():
-        raise ValueError(f"{path} is empty; a table has a line with the names of its columns")
-
-    try:
-        return start[: _header_end(start, quotes)].decode().rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        byte = start[error.start]
-        raise ValueError(
-            f"{path}, first line: byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the "
-            "file, for example with iconv"
-        ) from None
-
-
-def no_header_hint(file: RawFile) -> str:
-    """The end of a message on an unknown column: a name that is a number may be of a row, and a
-    single one may be all names."""
-    if file.layout is None or not file.layout.header:
-        return ""
-    if len(file.names) == 1 and re.search(r"\w[^\w.-]+\w", file.names[0]):
-        return "; if these are several columns, say what separates them with delimiter: in the YAML"
-    if not any(map(_is_number, file.names)):
-        return ""
-    return "; if the first line is a row, list the names of the columns with names: in the YAML"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _header_end(data: bytes, quotes: bool) -> int:
-    """Where the second row of a CSV begins; a name in quotes may hold line ends."""
-    end = data.find(b"\n") + 1
-    while quotes and end and data.count(b'"', 0, end) % 2:
-        end = data.find(b"\n", end) + 1
-    return end or len(data)

@@ -19,7 +19,8 @@ from .bad_rows import BadRow, BadValue
 from .codes import find_negative
 from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
 from .columns import FEW_BUCKETED, Column, ColumnPlan
-from .files import ParquetPart, RawFile, no_header_hint
+from .csv_layout import no_header_hint
+from .files import ParquetPart, RawFile
 from .kinds import (
     OF_THE_DAY,
     InferredKind,
@@ -73,8 +74,8 @@ def plan_columns(
                 gaps[name] = max(starmap(missing_tells, parts))
         except NoFeatureError as error:
             useless[name] = str(error)
-            found = type_name(parts[0][0].type)
-            columns.append(Column(name=name, found=found, why=str(error), options=_USELESS))
+            found, left_out = type_name(parts[0][0].type), ColumnOptions(kind="drop")
+            columns.append(Column(name=name, found=found, why=str(error), options=left_out))
 
     # What is wrong with all of them together.
     plan = ColumnPlan(options=options, columns=tuple(columns))
@@ -85,7 +86,8 @@ def plan_columns(
     except ValueError as error:
         told = error.located(files[0].path) if isinstance(error, BadRow) else error
         raise ColumnsError(str(told), plan) from None
-    if plan.categorical:
+    # A number that the options or its order have given buckets makes no table of ids.
+    if any(not f.bucketed or f.column.why.startswith("given") for f in plan.categorical):
         most = sorted((name for name in gaps if gaps[name] > 1), key=gaps.__getitem__, reverse=True)
         plan = _bucketed(plan, most[:FEW_BUCKETED], "as which are missing tells of the label")
     else:
@@ -139,9 +141,6 @@ def _telling(
     return [known[at] for at in np.argsort(-sure, kind="stable") if sure[at] > 1]
 
 
-_USELESS = ColumnOptions(kind="drop")
-
-
 class ColumnsError(ValueError):
     """Columns do not make a model's features and label; ``plan`` is what was found of them."""
 
@@ -189,13 +188,14 @@ def _column(
     if len({part.type for part in values}) < len(values) and all(map(_is_constant, values)):
         parts = [(pa.concat_arrays(values), None)]  # such as the day, of which each file has one
     by_time = options.split.by == "time" and options.split.column == name
+    in_order = options.split.by in ("rows", "days")
 
     # The kind, as given or found.
     if own.kind is None:
         candidates = [
             find_split_time(name, part, untyped)
             if by_time
-            else find_kind(name, part, untyped, labels, times)
+            else find_kind(name, part, untyped, labels, times, in_order)
             for part, labels in parts
         ]
         if {candidate.kind for candidate in candidates} == {"list"} and is_text(values[0].type):
@@ -219,6 +219,7 @@ def _column(
         unit=inferred.unit or own.unit,  # type: ignore[arg-type]
         format=own.format or inferred.format,
         size=own.size or inferred.size,
+        bucketed=own.bucketed or inferred.bucketed,
         **asdict(inferred.marks) if inferred.marks else {},
     )
     found = type_name(values[0].type)
@@ -318,7 +319,7 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
                 hint = "; a comparison is written as in 'rating >= 4' or 'status == paid'"
             if name == "label" and options.label is None:
                 hint = "; name it with --label: a column of 0 and 1, or 'rating >= 4'"
-            hint += no_header_hint(file)
+            hint += no_header_hint(file.layout)
             raise ValueError(f"{file.path} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
 
     for kind in ("label", "weight", "split"):

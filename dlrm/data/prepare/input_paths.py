@@ -16,7 +16,7 @@ SUFFIXES = {
     ".csv": "csv", ".tsv": "csv", ".tab": "csv", ".txt": "csv", ".json": "json",
     ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".pq": "parquet",
 }  # fmt: skip
-COMPRESSED = (".gz", ".zst", ".gzip")
+COMPRESSED = (".gz", ".zst", ".gzip", ".bz2")
 MISSING_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 INTEGER = re.compile(r"-?[0-9]{1,18}")
 
@@ -42,7 +42,7 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
         if not matches:
             raise FileNotFoundError(
                 f"{given}: no such file, directory with files, or pattern; files end in "
-                f"{', '.join(SUFFIXES)}, or these with .gz or .zst"
+                f"{', '.join(SUFFIXES)}, or these with .gz, .bz2 or .zst"
             )
         found += matches
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .column_options import yaml_line
-from .list_texts import find_separator
+from .list_texts import find_separator, vector_size
 from .number_texts import NUMBER_SHARE, PLAIN, Marks, find_marks
 from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_text, times, type_name
 
@@ -35,6 +35,7 @@ MOST = 3.0  # a trend explains this much more than what is left
 MANY_VALUES, DEGREE = 100, 5  # of so many values, a curve may rise and fall, and explains more
 EXACT, LARGE = 2**53, "of 16 digits and more"  # a float does not hold every larger integer
 DIGIT_DATES = (19_000_101, 20_991_231)
+RISING = "rising from row to row, so buckets are ids as well: later values are in the last one"
 LIKELY_YEARS = (20, 80)  # since 1970, of numbers that may be times
 ID_NAME = re.compile(
     r"(?:^|[_. ]|(?-i:[a-z](?=[A-Z])))"
@@ -59,6 +60,8 @@ class InferredKind:
     """Of times that are texts, but not ISO 8601."""
     size: int | None = None
     """Of vectors."""
+    bucketed: bool = False
+    """Whether the buckets of a number are ids, too."""
 
 
 class NoFeatureError(ValueError):
@@ -71,6 +74,7 @@ def find_kind(
     untyped: bool,
     labels: NDArray[np.uint8] | None = None,
     times: float = 1.0,
+    in_order: bool = False,
 ) -> InferredKind:
     """The kind of a column that the options say nothing of, from its first values.
 
@@ -78,6 +82,7 @@ def find_kind(
         untyped: whether the file holds nothing but texts.
         labels: ``[n]`` 0 or 1, those of the same rows, if they are known.
         times: how many times as many rows the table has, about.
+        in_order: whether rows for validation and test come after all others.
 
     Raises:
         NoFeatureError: nothing can be made of it.
@@ -104,7 +109,7 @@ def find_kind(
 
     # Numbers and texts, which may be anything.
     if pa.types.is_integer(kind):
-        return _find_integer(name, "integers", sample, labels)
+        return _find_integer(name, "integers", sample, labels, in_order)
     if pa.types.is_floating(kind):
         # Integers with gaps are stored as floats.
         values = sample.to_numpy(zero_copy_only=False)
@@ -112,10 +117,11 @@ def find_kind(
         if len(there) and (np.floor(there) == there).all():
             if np.abs(there).max() < EXACT:
                 whole = pa.array(values, from_pandas=True).cast(pa.int64())
-                return _find_integer(name, "whole numbers", whole, labels)
+                return _find_integer(name, "whole numbers", whole, labels, in_order)
             if untyped and np.median(np.abs(there)) >= EXACT:
-                why = f"integers {LARGE}{_repeats(sample)}"
-                return InferredKind(kind="category", why=why)
+                return InferredKind(kind="category", why=f"integers {LARGE}")
+        if in_order and _rises(there):
+            return InferredKind(kind="number", why=f"numbers, {RISING}", bucketed=True)
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return InferredKind(kind="number", why="numbers")
     if pa.types.is_time(kind) or pa.types.is_duration(kind):
@@ -140,8 +146,12 @@ def _find_text(name: str, sample: pa.Array, untyped: bool, times: float) -> Infe
     if form := find_time_format(sample):
         why = f"texts that are times, {form}{_alternative(name, 'category')}"
         return InferredKind(kind="time", why=why, format=form)
-    if untyped and (found := find_written_number(name, sample)):
-        return found
+    written = find_written_number(name, sample)
+    if untyped and written:
+        return written
+    if not written and (size := vector_size(sample)):
+        why = f"texts of {size} numbers{_alternative(name, 'list')}"
+        return InferredKind(kind="vector", why=why, size=size)
 
     separator, sure = find_separator(sample, times)
     if separator and sure and not (separator == " " and ID_NAME.search(name)):
@@ -151,8 +161,8 @@ def _find_text(name: str, sample: pa.Array, untyped: bool, times: float) -> Infe
 
     # A category, with what else it may be.
     why = f"texts, {_often(sample)}"
-    if not untyped and (found := find_written_number(name, sample)) and found.marks:
-        marks = {mark: text for mark, text in asdict(found.marks).items() if text}
+    if written and written.marks:
+        marks = {mark: text for mark, text in asdict(written.marks).items() if text}
         why += _alternative(name, {"kind": "number", **marks})
     elif separator:
         why += _alternative(name, {"kind": "list", "separator": separator})
@@ -187,7 +197,7 @@ def _often(sample: pa.Array) -> str:
 
 
 def _find_integer(
-    name: str, what: str, sample: pa.Array, labels: NDArray[np.uint8] | None
+    name: str, what: str, sample: pa.Array, labels: NDArray[np.uint8] | None, in_order: bool
 ) -> InferredKind:
     """Integers are ids or numbers, by their name, how many there are, and the labels; if they only
     count the rows, they are left out."""
@@ -220,6 +230,9 @@ def _find_integer(
         return InferredKind(kind="number", why=what + _alternative(name, given))
     if len(present) and np.median(np.abs(present.astype(np.float64))) >= EXACT:
         return InferredKind(kind="category", why=f"{what} {LARGE}{_repeats(sample)}")
+    if in_order and _rises(present):
+        why = f"{count}, {RISING}{_alternative(name, 'category')}"
+        return InferredKind(kind="number", why=why, bucketed=True)
     if len(sample) < ENOUGH_ROWS or len(distinct) > len(present) / 2:
         why = "in few rows" if len(sample) < ENOUGH_ROWS else "that hardly repeat"
         return InferredKind(kind="number", why=f"{what} {why}{_alternative(name, 'category')}")
@@ -262,8 +275,15 @@ def _alternative(name: str, options: Any) -> str:
     return f"; if these are {what}: {yaml_line(name, options)}"
 
 
+def _rises(values: NDArray[np.number]) -> bool:
+    """Whether values never fall from row to row, as the days of a log: later ones are beyond them,
+    where a network knows nothing of a trend, but of the last bucket."""
+    return len(values) >= ENOUGH_ROWS and values[0] < values[-1] and not (np.diff(values) < 0).any()
+
+
 def _evenly_spread(distinct: NDArray[np.integer]) -> bool:
     """Whether rising values lie between the first and the last as ids do, and not as counts."""
+    distinct = distinct.astype(np.float64)  # the range of integers may be beyond their type
     places = (distinct - distinct[0]) / (distinct[-1] - distinct[0])
     return bool(np.abs(places - np.linspace(0, 1, len(distinct))).max() < EVENLY)
 

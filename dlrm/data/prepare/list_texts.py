@@ -1,4 +1,4 @@
-"""Texts that are lists: entries between separators, perhaps in brackets."""
+"""Texts that are lists of ids or of numbers, between separators and perhaps in brackets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .number_texts import NUMBER_SHARE
+from .number_texts import NUMBER_SHARE, PLAIN
 
 LIST_SHARE = 0.2
 FEW_ENTRIES = 0.1  # distinct ones, as a share of all entries of lists
 SELDOM = 0.8  # distinct texts, as a share of all, from which these hardly repeat
+FEW_TEXTS = 20
 OFTEN = 4  # rows of a text, from which more is learned of it than of its words
 
 
@@ -62,3 +63,20 @@ def _hardly_repeat(texts: pa.Array, times: float) -> bool:
 def _share(texts: pa.Array, mark: str) -> float:
     """The share of texts that have a mark in them."""
     return (pc.sum(pc.match_substring(texts, mark)).as_py() or 0) / len(texts)
+
+
+def split_numbers(texts: pa.Array) -> pa.Array:
+    """Lists of the texts between commas or white space, without brackets around them."""
+    return pc.split_pattern_regex(pc.utf8_trim(texts, "[]() \t\r\n"), r"[\s,;]+")
+
+
+def vector_size(texts: pa.Array) -> int | None:
+    """How many numbers each text holds, if all hold as many and not all are integers."""
+    texts = texts.drop_null().unique()
+    for some in (texts[:FEW_TEXTS], texts):  # most texts are none at once
+        numbers = split_numbers(some)
+        if not pc.all(pc.match_substring_regex(numbers.flatten(), f"{PLAIN}|^nan$")).as_py():
+            return None
+    sizes = pc.unique(pc.list_value_length(numbers)).to_pylist()
+    fractions = pc.any(pc.match_substring(numbers.flatten(), ".")).as_py()
+    return sizes[0] if len(sizes) == 1 and sizes[0] > 1 and fractions else None

@@ -45,8 +45,10 @@ class CsvLayout:
 
     names: Sequence[str]
     delimiter: str
-    header: bool = False
-    """Whether the first line holds the names."""
+    comments: int = 0
+    """Lines before that of the names, or before the rows."""
+    rows_at: int = 0
+    """Where the rows begin, in bytes after a mark of the order of bytes."""
     quotes: bool
     """Whether fields may be quoted."""
     missing: Sequence[str]

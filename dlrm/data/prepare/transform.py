@@ -30,7 +30,8 @@ from .bad_rows import Converted
 from .columns import ColumnPlan, Feature
 from .convert import convert_rows
 from .criteo_rows import criteo_plan, open_log
-from .files import RawFile, no_header_hint, open_files, require_one_table, without_empty
+from .csv_layout import no_header_hint
+from .files import RawFile, open_files, require_one_table, without_empty
 from .infer import json_types, read_types
 from .input_paths import find_files
 from .keys import hashed_ids
@@ -227,7 +228,7 @@ class Transform:
             for name in types:
                 if name not in there and name in wanted:
                     hint = did_you_mean(name, files[0].names, "its columns")
-                    hint += no_header_hint(files[0])
+                    hint += no_header_hint(files[0].layout)
                     raise ValueError(f"{files[0].path} has no column {name!r}{hint}")
         types = {name: kind for name, kind in types.items() if name in there}
         return TableRows(files=files, plan=plan, types=types, keep=keep, required=False)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..column_values import is_list
 from .bad_rows import BadValue, shown
+from .list_texts import split_numbers
 from .number_texts import Marks, find_marks
 
 NUMBER_MISSING = (
@@ -27,7 +28,7 @@ NUMBER_MISSING = (
 ISO_TIMES = r"^\d{4}-\d\d-\d\d([ T]\d\d(:?\d\d(:?\d\d(\.\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?$"
 """All texts that pyarrow reads as times, and some that it doesn't."""
 LONG = 40  # characters of a text that no advice repeats
-SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
+SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}
 MISSING_TIME = np.iinfo(np.int64).min
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DAY = 86_400_000_000  # microseconds
@@ -62,7 +63,8 @@ def numbers(
 
 
 def vectors(array: pa.Array, name: str, size: int) -> NDArray[np.float64]:
-    """``[size, n]`` numbers of lists of ``size`` entries; those of a missing list are NaN.
+    """``[size, n]`` numbers of lists of ``size`` entries, which may be texts such as ``[0.5, 2]``;
+    those of a missing list are NaN.
 
     Raises:
         BadValue: a list has another number of entries, or an entry is infinite.
@@ -70,7 +72,9 @@ def vectors(array: pa.Array, name: str, size: int) -> NDArray[np.float64]:
     found = np.full((size, len(array)), np.nan)
     if array.type == pa.null():
         return found
-    if not is_list(array.type):
+    if is_text(array.type):
+        array = split_numbers(without_texts(array, NUMBER_MISSING))
+    elif not is_list(array.type):
         raise BadValue(name, [], f"it holds {array.type}, not lists; make it another kind")
     sizes = pc.list_value_length(array).fill_null(-1).to_numpy(zero_copy_only=False)
     if len(rows := np.flatnonzero((sizes != size) & (sizes >= 0))):
@@ -96,7 +100,7 @@ def times(
     """``[n]`` microseconds since 1970 by the clock of the place; ``MISSING_TIME`` if missing.
 
     The column holds timestamps, dates, texts in ISO 8601 or a ``form`` as in ``strptime``, or
-    numbers of a ``unit``: s, ms or us. The place of times with a time zone or an offset is
+    numbers of a ``unit``: s, ms, us or ns. The place of times with a time zone or an offset is
     ``zone``, by default that of their type, and UTC for texts.
 
     Raises:
@@ -113,9 +117,9 @@ def times(
         seconds = numbers(array, name)
         if len(rows := np.flatnonzero(np.abs(seconds) / SECONDS[unit] > 2**40)):
             first = seconds[rows[0]]
-            problem = f"{first:.0f} {unit} since 1970 is no time; set unit: s, ms or us"
+            problem = f"{first:.0f} {unit} since 1970 is no time; set unit: s, ms, us or ns"
             raise BadValue(name, rows, problem)
-        array = pa.array(seconds * (1_000_000 // SECONDS[unit]), from_pandas=True)
+        array = pa.array(seconds * (1_000_000 / SECONDS[unit]), from_pandas=True)
         array = array.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
     elif not (pa.types.is_timestamp(kind) or pa.types.is_date(kind) or kind == pa.null()):
         raise BadValue(name, [], f"it holds {kind}, not times; make it another kind")

@@ -82,15 +82,17 @@ VECTORS = [[1.5, -2.0, 0.0], None, [NAN, 4.0, None], [0.5, 0.5, 0.5]] * 30
 
 @pytest.mark.parametrize(
     "type_",
-    [pa.list_(pa.float64()), pa.list_(pa.float32(), 3), pa.large_list(pa.float16())],
+    [pa.list_(pa.float64()), pa.list_(pa.float32(), 3), pa.large_list(pa.float16()), pa.string()],
     ids=str,
 )
 def test_lists_of_as_many_numbers_each_are_vectors(tmp_path, type_):
-    columns = {
-        "label": [0, 1] * 60,
-        "user": ["a", "b", "c"] * 40,
-        "taste": pa.array(VECTORS, type_),
-    }
+    """As texts, too, as pandas and NumPy write them into a CSV."""
+    rows = pa.array(VECTORS, type_ if type_ != pa.string() else pa.list_(pa.float64()))
+    if type_ == pa.string():
+        forms = "[{}, {}, {}]", "[{}  {}\n {}]", "{};{};{}"
+        rows = [row and forms[at % 3].format(*row) for at, row in enumerate(rows.to_pylist())]
+        rows = pa.array([text and text.replace("None", "nan") for text in rows])
+    columns = {"label": [0, 1] * 60, "user": ["a", "b", "c"] * 40, "taste": rows}
     given = {"transform": "none", "rates": False}
     table = prepare(tmp_path, columns, **given, **ALL_TRAIN)["train"]
     expected = np.nan_to_num(np.array([row or [NAN] * 3 for row in VECTORS], float))
@@ -130,7 +132,7 @@ def test_vectors_that_do_not_fit_are_named(tmp_path, monkeypatch, value, message
     ("values", "options", "message"),
     [
         ([[0.5], [0.5, 1.0]], {}, "a list holds texts, integers, or always as many numbers"),
-        (["0.5 1", "2 3"], {"taste": "vector"}, "'taste' .string, not lists of numbers"),
+        (["0.5 a", "2 3"], {"taste": "vector"}, "'taste' .string, not lists of numbers"),
         (
             [[0.5]] * 2,
             {"taste": {"kind": "vector", "transform": "quantile"}},
@@ -309,6 +311,8 @@ def test_texts_and_bytes_may_be_views():
     assert as_batch(pa.table({"c": lists})).schema.types == [pa.large_list(pa.string())]
     coded = pa.DictionaryArray.from_arrays([0, None], pa.array(["x"], pa.string_view()))
     assert as_batch(pa.table({"c": coded})).to_pylist() == [{"c": "x"}, {"c": None}]
+    lists = pa.ListArray.from_arrays([0, 1, 2], coded)  # of categories
+    assert as_batch(pa.table({"c": lists})).to_pylist() == [{"c": ["x"]}, {"c": [None]}]
     for rows in (table, table.to_batches()[0]):
         assert as_batch(rows).schema.types == [pa.string(), pa.binary()]
         assert as_batch(rows).to_pylist() == table.to_pylist()

@@ -48,10 +48,10 @@ def test_what_a_column_is_of_no_use_for_is_said():
 
 @pytest.mark.parametrize(
     ("unit", "told"),
-    [("s", "time"), ("ms", "{kind: time, unit: ms}"), ("us", "{kind: time, unit: us}")],
+    [("s", "time"), *((unit, f"{{kind: time, unit: {unit}}}") for unit in ("ms", "us", "ns"))],
 )
 def test_numbers_that_may_be_times(unit, told):
-    scale = {"s": 1, "ms": 1000, "us": 1_000_000}[unit]
+    scale = {"s": 1, "ms": 1000, "us": 1_000_000, "ns": 1_000_000_000}[unit]
     sample = pa.array([(1_400_000_000 + 86_400 * (i % 90)) * scale for i in range(200)])
     found = find_kind("opened", sample, False)
     assert found.kind == "number"
@@ -115,6 +115,32 @@ def test_what_integers_are_is_found_in_names_labels_and_their_spread(
     other = {"category": "numbers: columns: {%s: number}", "number": "ids: columns: {%s: category}"}
     quoted = f"'{name}'" if ":" in name else name
     assert found.why.endswith(f"; if these are {other[kind] % quoted}")
+
+
+@pytest.mark.parametrize("type_", [np.int64, np.float32])
+def test_a_number_that_rises_from_row_to_row_has_buckets(tmp_path, type_):
+    """Ids of days are none that later rows have; a network knows their trend by the last bucket."""
+    days = (np.arange(400) // 4 * 3 + 0.5).astype(type_)
+    path = csv(tmp_path / "rows.csv", day=days, price=COUNTS[:400])
+    meta, plan = prepare_rows(path, tmp_path / "out", {})
+    assert "rising from row to row, so buckets are ids" in plan.columns[2].why
+    assert "day" in meta.dense
+    assert meta.tables == ("city", "day_bucket")
+    table = read_splits(tmp_path / "out")
+    assert {*table["test"]["day_bucket"].to_pylist()} == {table["train"]["day_bucket"][-1].as_py()}
+
+    # Not where later rows are like all others, or of numbers that fall once.
+    days[200] = 0
+    for values, split in ((np.sort(days), {"by": "random"}), (days, {})):
+        path = csv(tmp_path / "other.csv", day=values, price=COUNTS[:400])
+        assert "rising" not in plan_rows(path, split=split)[1].columns[2].why
+
+
+def test_integers_of_a_small_type_are_evenly_spread():
+    """The difference of the first and the last may be beyond their type."""
+    sample = pa.array(RNG.integers(-120, 120, 5000).astype(np.int8))
+    assert "evenly spread" in find_kind("code_no", sample, False).why
+    assert "unevenly" not in find_kind("code_no", sample, False).why
 
 
 def test_a_name_in_the_yaml_that_a_message_gives(tmp_path):

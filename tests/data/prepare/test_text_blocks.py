@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import hashlib
 from pathlib import Path
@@ -25,7 +26,13 @@ def zstd_frames(data: bytes) -> bytes:
     return b"".join(pa.compress(part, "zstd", asbytes=True) for part in (data[:half], data[half:]))
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress, gzip_members, zstd_frames])
+def bzip2_streams(data: bytes) -> bytes:
+    return bz2.compress(data[:999]) + bz2.compress(data[999:])
+
+
+@pytest.mark.parametrize(
+    "compress", [bytes, gzip.compress, gzip_members, zstd_frames, bzip2_streams]
+)
 @pytest.mark.parametrize("block_bytes", [1000, 10_000, 1 << 20])
 def test_blocks_are_the_same_whole_lines_of_any_compression(tmp_path, compress, block_bytes):
     plain = list(BlockReader(write(tmp_path / "plain", LINES)).blocks(block_bytes=block_bytes))
