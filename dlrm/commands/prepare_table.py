@@ -16,6 +16,7 @@ from dlrm.data.prepare.infer import ColumnsError
 from dlrm.data.prepare.kinds import OF_THE_DAY
 from dlrm.data.prepare.plan_summary import format_plan
 from dlrm.data.prepare.rates import rate_names
+from dlrm.data.prepare.raw_rows import PREPARATION
 from dlrm.data.prepare.table import (
     open_and_plan,
     open_later_rows,
@@ -55,7 +56,7 @@ options; bad_rows.json; and meta.json, written last. Ids are in order of falling
 training rows.
 
 Rows that come later get the ids and the scaling of those that were prepared before with --ids-of
-DIR, which may also be RUN/preparation. All options but the split are those of DIR.
+DIR, which may also be a run. All options but the split are those of DIR.
 
 If the program is killed, start it again with the same options: it continues, and the output has the
 same bytes.
@@ -132,7 +133,7 @@ def _content(options: Namespace) -> dict[str, Any]:
         )
     given = {"label": options.label and options.label[0], "weight": options.weight}
     given["positive"] = options.positive
-    given["ids"] = options.ids
+    given |= {"ids": options.ids, "min_count": options.min_count}
     content |= {name: value for name, value in given.items() if value is not None}
 
     # The split.
@@ -232,6 +233,9 @@ def _parser() -> Parser:
     ids += "of the values, for dlrm train --emb dynamic; later rows need no --ids-of "
     ids += "(default: vocabulary)"
     add("--ids", choices=("vocabulary", "hash"), help=ids)
+    rare = "values that occur fewer than N times in the training rows share the id of unseen ones "
+    rare += "(default: 1)"
+    add("--min-count", type=count_arg, metavar="N", help=rare)
 
     dry = "print what each column is, as a table and as YAML for --config, and stop"
     add("--dry-run", action="store_true", help=dry)
@@ -248,6 +252,13 @@ def _columns_arg(text: str) -> dict[str, Any]:
     if not isinstance(columns, dict):
         raise ArgumentTypeError(f"is {text!r}, it must be as in '{{row_id: drop}}'")
     return columns
+
+
+def _prepared_arg(text: str) -> Path:
+    """The ``type`` of an option that is a prepared directory, or a run, which has one."""
+    path = path_arg(text)
+    of_run = path / PREPARATION
+    return of_run if of_run.is_dir() else path
 
 
 def add_shared(parser: Parser) -> None:
@@ -267,10 +278,10 @@ def add_shared(parser: Parser) -> None:
     add("--overwrite", action="store_true", help=overwrite)
 
     # Rows that get the ids of earlier ones.
-    ids_of = "give rows the ids and the scaling of a prepared directory, so that its models can "
-    ids_of += "score them or train on them; other values get its id of unseen ones (default: new "
-    ids_of += "ids)"
-    add("--ids-of", metavar="DIR", type=path_arg, help=ids_of)
+    ids_of = "give rows the ids and the scaling of a prepared directory or a run, so that its "
+    ids_of += "models can score them or train on them; other values get its id of unseen ones "
+    ids_of += "(default: new ids)"
+    add("--ids-of", metavar="DIR", type=_prepared_arg, help=ids_of)
     append = "with --ids-of: values of the training rows that DIR does not list get ids after its "
     append += "own, so that a model trained on it can be trained on (dlrm train --init_from) with "
     append += "rows for them (default: no)"

@@ -142,7 +142,11 @@ def mistakes(error: ValidationError, kind: Any) -> list[str]:
         error: of pydantic.
         kind: the type that the values were to have.
     """
-    return [_mistake(one, kind) for one in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    # A list is too short without its wrong values, but these are the mistake.
+    around = {one["loc"][:-1] for one in found}
+    cause = [one for one in found if one["type"] != "too_short" or one["loc"] not in around]
+    return [_mistake(one, kind) for one in cause]
 
 
 def _mistake(error: Any, kind: Any) -> str:

@@ -224,6 +224,8 @@ def read_options(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is not YAML, beyond its limits, or not a mapping.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"--config {path}: there is no such file; --dry-run prints one")
     content = read_yaml(path)
     if content is None:
         return {}

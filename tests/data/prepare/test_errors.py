@@ -214,6 +214,11 @@ def test_an_options_file_that_is_no_yaml(tmp_path, run):
     output = "--output", tmp_path / "out"
     told = run("prepare_table", rows, *output, "--config", path, status=2).stderr
     assert told.startswith(f"error: {path}: columns.price.kind is 'numbr', did you mean 'number'")
+    path.write_text("columns: {when: {parts: [minute]}}")
+    told = run("prepare_table", rows, *output, "--config", path, status=2).stderr
+    assert told.endswith(": columns.when.parts.0 is 'minute'; valid: age, hour, weekday\n")
+    told = run("prepare_table", rows, *output, "--config", "o.yml", status=2).stderr
+    assert told == "error: --config o.yml: there is no such file; --dry-run prints one\n"
     told = run("prepare_table", rows, *output, "--split", "1", status=2).stderr
     assert told == "error: --split has 1 values; give train, val and test\n"
 

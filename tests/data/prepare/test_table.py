@@ -3,6 +3,7 @@
 import gzip
 import math
 import random
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -15,7 +16,7 @@ from dlrm.data.prepare import learner
 from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
 from dlrm.data.prepare.transform import Transform
-from dlrm.data.schema import SPLITS
+from dlrm.data.schema import SPLITS, Meta
 from tests.kit import prepare_rows, read_splits, write_rows
 
 BLOCK = 4_000  # bytes, some 60 rows
@@ -248,6 +249,16 @@ def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepare
     assert copied.rules() == transform.rules()
     again, _ = prepare_later(path, tmp_path / "again", tmp_path / "out", block_bytes=BLOCK)
     assert again.fingerprint == before.fingerprint
+
+
+def test_later_rows_get_the_ids_of_a_run(prepared, tmp_path, run):
+    directory, rows, before = prepared
+    shutil.copytree(directory / "out", tmp_path / "run" / "preparation")
+    path, output = write(tmp_path / "later.csv", rows), ["--output", tmp_path / "later"]
+    run("prepare_table", path, *output, "--ids-of", tmp_path / "run")
+    assert Meta.read(tmp_path / "later").fingerprint == before.fingerprint
+    told = run("prepare_table", path, *output, "--ids-of", tmp_path, "--min-count", 2, status=2)
+    assert told.stderr.startswith("error: min_count: with --ids-of, only the split is given")
 
 
 def test_later_rows_are_split_as_they_are_told(prepared, tmp_path):
