@@ -211,7 +211,8 @@ class Process:
 
     def __init__(self, pid, output, launcher):
         self.pid, self.returncode = pid, None
-        self._output, self._launcher = output, launcher
+        self.out, self.err = map(Path, output)
+        self._launcher = launcher
 
     def poll(self, seconds=0):
         """The exit status; None if it still runs after the given seconds."""
@@ -223,7 +224,7 @@ class Process:
         """The process when it has ended; what it printed is in ``stdout`` and ``stderr``."""
         if self.poll(seconds) is None:
             raise TimeoutError(f"process {self.pid} has not ended in {seconds} seconds")
-        self.stdout, self.stderr = (Path(path).read_text() for path in self._output)
+        self.stdout, self.stderr = self.out.read_text(), self.err.read_text()
         return self
 
 

@@ -4,7 +4,6 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 from math import inf, log, nan
 from pathlib import Path
 
@@ -217,14 +216,15 @@ def test_every_suite_names_benchmarks():
         run.parser_of(name).parse_args(options)
 
 
-def test_cpu_milliseconds_is_the_median_of_a_call():
-    seen = []
+def test_cpu_milliseconds_is_the_median_of_a_call(monkeypatch):
+    seen, now = [], [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
 
     def call(index):
         seen.append(index)
-        time.sleep(0.2 if index == 3 else 0.01)  # one that is disturbed does not count
+        now[0] += 0.2 if index == 3 else 0.01  # one that is disturbed does not count
 
-    assert 10 <= harness.cpu_milliseconds(call, warm_up=2, steps=5) < 50
+    assert harness.cpu_milliseconds(call, warm_up=2, steps=5) == pytest.approx(10)
     assert seen == list(range(7))
 
 

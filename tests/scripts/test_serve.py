@@ -194,13 +194,13 @@ def test_limits(served, exported):
     assert served.error(b" " * 20001) == (413, "the body has more than 20000 bytes")
     parts = (b" " * 1000 for _ in range(100))  # in chunks, without a length
     assert served.error(parts)[0] == 413
+    begin = time.monotonic()
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as slow:
         head = f"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\n"
         slow.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
-        begin = time.monotonic()
         answer = slow.recv(4096)
         assert answer.startswith(b"HTTP/1.1 408 ")
-        assert 1.5 < time.monotonic() - begin < 20
+        assert 2 <= time.monotonic() - begin < 20
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as gone:
         gone.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
     assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
@@ -253,17 +253,16 @@ def test_the_files_may_change_while_they_are_served(exported, table, compiled, t
 
 @pytest.mark.slow
 def test_a_server_continues_if_nobody_takes_its_output(exported):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    command = [sys.executable, ROOT / "examples" / "serve.py", exported[0], "--port", port]
+    command = [sys.executable, ROOT / "examples" / "serve.py", exported[0], "--port", "0"]
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
     assert line.startswith("note: the output can't be written: "), line
     server = Served.__new__(Served)
-    server.process, server.port, status = process, int(port), 0
+    (socket_of_server,) = psutil.Process(process.pid).net_connections()
+    server.port, status = socket_of_server.laddr.port, 0
     while status != 200:
-        with suppress(ConnectionRefusedError):
+        with suppress(ConnectionRefusedError):  # it may not listen yet
             status, _ = server.ask("GET", "/health")
     process.terminate()
     assert process.communicate(timeout=30)[1] == ""

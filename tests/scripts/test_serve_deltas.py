@@ -178,31 +178,47 @@ def test_a_server_takes_deltas_while_it_answers(followed, tmp_path):
             time.sleep(0.05)
         raise AssertionError(f"step {step} is not served")
 
+    def put(source, name):
+        """Copy a file or directory, which is there as a whole at once."""
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / "whole").rename(deltas / name)
+
+    printed = []
+
+    def wait_for_error():
+        while not printed or not printed[-1].startswith("error: "):
+            printed.append(server.process.stdout.readline())
+            assert printed[-1], printed
+        printed.append("")
+
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
         until(7)
-        shutil.copytree(followed.exports / "day_2.delta", deltas / "a")  # after a gap
-        time.sleep(0.5)
+        put(followed.exports / "day_2.delta", "a")  # after a gap
+        wait_for_error()
         (deltas / "0").mkdir()
-        (deltas / "0" / "delta.json").write_text("{}")  # none, which holds back no other
-        time.sleep(0.5)
+        (tmp_path / "none").write_text("{}")
+        put(tmp_path / "none", "0/delta.json")  # none, which holds back no other
+        wait_for_error()
         (deltas / "b").mkdir()
         source = followed.exports / "day_1.delta"
-        shutil.copy(source / "delta.json", deltas / "b" / "delta.json")  # half copied
-        time.sleep(0.5)
+        put(source / "delta.json", "b/delta.json")  # half copied
+        wait_for_error()
         until(7)
-        shutil.copy(source / "rows.safetensors", deltas / "b" / "rows.safetensors")
+        put(source / "rows.safetensors", "b/rows.safetensors")
         until(21)
-        shutil.copytree(source, deltas / "c")  # again
+        wait_for_error()
+        put(source, "c")  # again
         time.sleep(0.5)
         until(21)
     finally:
         done.set()
         for thread in threads:
             thread.join()
-        printed = server.stop()
+        printed.append(server.stop())
+    printed = "".join(printed)
     assert "serving step 14\nserving step 21\n" in printed
     assert "a is from step 14, and step 7 is served: the deltas between them are missing" in printed
     assert "0/delta.json is not a delta that this program can read; " in printed

@@ -17,7 +17,7 @@ from dlrm.training import loaders
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint.manifest_json import read_manifest
 from dlrm.training.run_directory import checkpoints
-from tests.kit import latest_step, log_lines, losses, metrics_of
+from tests.kit import latest_step, log_lines, losses, metrics_of, wait_for
 
 ROOT = Path(__file__).parents[2]
 DYNAMIC = ["--emb", "dynamic", "--dynamic.rows", "200", "--log_every", "1", "--batch_size", "64"]
@@ -139,24 +139,12 @@ def test_it_waits_for_days_and_is_killed_in_one(
     follow("whole", bring(0, 1, 2, where="all"))
     given = command("killed", "--follow", bring(0), "--follow_wait", "1", *DYNAMIC)
     process = start("train", *given[2:], "--checkpoint_every", "3")
-    log = tmp_path / "killed" / "metrics.jsonl"
-
-    def wait_for(text):
-        deadline = time.time() + 120
-        while time.time() < deadline and process.poll() is None:
-            if log.exists() and text in log.read_text():
-                return
-            time.sleep(0.005)
-        raise AssertionError(f"{text} did not come: {process.wait().stderr}")
-
-    wait_for('"step": 8,')
-    time.sleep(1.5)
+    wait_for(process.out, "no day after day_0: looking again every 1 s", process)
     (tmp_path / "arrived" / "a_day").mkdir()  # whose turn is over
     bring(1)
-    wait_for('"step": 13,')
+    wait_for(tmp_path / "killed" / "metrics.jsonl", '"step": 13,', process)
     os.kill(process.pid, signal.SIGKILL)
-    assert "no day after day_0: looking again every 1 s" in process.wait().stdout
-    assert "day a_day: left out, as it was not complete when day_" in process.stdout
+    assert "day a_day: left out, as it was not complete when day_" in process.wait().stdout
     bring(2)
     run("train", "--resume", tmp_path / "killed", "--follow_wait", "0")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
