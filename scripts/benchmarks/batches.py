@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +19,7 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.training.step import TrainStep
 from dlrm.utils.offsets import offsets_of
+from scripts.benchmarks import harness
 
 EXPONENT = 1.05  # of the power law
 NAMES = [f"C{number}" for number in range(1, 27)]
@@ -64,6 +68,20 @@ def make_step(
     return TrainStep(model, optimizers, precision=precision, mode=mode, **options)
 
 
+def step_milliseconds(
+    step: TrainStep, batches: Sequence[Batch], device: str, captures: int, **counts: int
+) -> dict[str, Any]:
+    """The median time of a step on batches in turn, and the range, over several captures of it:
+    the driver schedules the branches of every CUDA graph again.
+    """
+    times = []
+    for _ in range(1 if device == "cpu" else captures):
+        step.graphs.close()
+        run = lambda i: step(batches[i % len(batches)])  # noqa: E731
+        times.append(harness.milliseconds(run, device, **counts))
+    return {"ms": statistics.median(times), "ms_range": [min(times), max(times)]}
+
+
 def losses(step: TrainStep, batches: Sequence[Batch]) -> list[float]:
     """The losses of a step on each batch in turn."""
     return [step(batch)["loss"].item() for batch in batches]
@@ -91,6 +109,14 @@ def draw_ids(
     uniform = torch.rand(shape, device=device, dtype=torch.float64, generator=generator)
     ids = (many + 1) ** uniform - 1 if skewed else many * uniform
     return ids.minimum(many - 1).int()
+
+
+@cache
+def expected_counts(rows: tuple[int, ...], total: int) -> list[Tensor]:
+    """How often each id of each table occurs in ``total`` rows of skewed ids."""
+    ids = [torch.arange(1, own + 1, dtype=torch.float64) for own in rows]
+    shares = ((1 / each).log1p() / math.log(len(each) + 1) for each in ids)
+    return [(share * total).round().long() for share in shares]
 
 
 def draw_batch(

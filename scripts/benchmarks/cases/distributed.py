@@ -16,7 +16,6 @@ Each result of several GPUs says what a step would take on more of them, as a pr
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -46,6 +45,7 @@ from scripts.benchmarks.batches import (
     Shape,
     draw_bags,
     draw_batch,
+    expected_counts,
     worst_difference,
 )
 
@@ -102,7 +102,7 @@ class Case:
         rows, dim = self.shape.capped(cap), self.shape.dim
         options: dict[str, Any] = {"largest": 7, "options": {"tt": {"rank": 32}}}
         if self.kind == "auto":  # within a tenth of the bytes, by how often each id occurs
-            ids = KnownIds(counts=partial(expected_counts, rows))
+            ids = KnownIds(counts=partial(expected_counts, tuple(rows), 10**8))
             options = {"budget": "10x", "ids": ids}
         plan = make_table_plan(NAMES, rows, dim, self.kind, **options)
         sizes = {"num_dense": 13, "num_embeddings": rows, "embedding_dim": dim, "plan": plan}
@@ -373,11 +373,6 @@ def predicted_ms(alone: float, ms: float, gpus: int, more: int, ids: int = 0) ->
     sends 1.75 times the bytes of two. The ``ids`` are those that one receives in addition.
     """
     return alone + (ms - alone) * (1 - 1 / more) / (1 - 1 / gpus) + RECEIVED_MS * ids
-
-
-def expected_counts(rows: Sequence[int]) -> list[torch.Tensor]:
-    """Occurrences of each id of each table in 100 million log-uniform ids."""
-    return [(1e8 / math.log(many + 1) / torch.arange(1, many + 1)).long() for many in rows]
 
 
 def share(batch: Batch, rank: int, size: int) -> Batch:

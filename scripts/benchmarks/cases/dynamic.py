@@ -170,9 +170,7 @@ def host_steps(options: argparse.Namespace, rule: str) -> dict[str, Any]:
                 renew(ids)
             return window
 
-        of_window = measure_windows(
-            group, rule, draw_window, batch.numel(), options.windows, captured=True
-        )
+        of_window = measure_windows(group, rule, draw_window, batch.numel(), options.windows)
         found |= {f"{name}_{key}": value for key, value in of_window.items()}
         counts = group.id_counts()
         harness.require(counts["not_placed"] <= 0.01 * counts["found"], "ids found no room")

@@ -38,7 +38,7 @@ from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import KnownIds, TablePlan, make_table_plan
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
-from scripts.benchmarks.batches import draw_ids
+from scripts.benchmarks.batches import draw_ids, expected_counts
 
 SMALL = "--shrink 20000 --rounds 2 --models tt"
 DIM, DENSE, LARGEST, RANK = 16, 13, 7, 32
@@ -103,11 +103,8 @@ def plan_of(name: str, rows: Sequence[int]) -> TablePlan:
         options = {"tt": {"rank": RANK}}
         return make_table_plan(names, rows, DIM, "tt", options=options, largest=LARGEST)
     if name == "auto 100x":
-
-        def counts() -> list[Tensor]:
-            return [1e7 / torch.arange(1, own + 1) / np.log(own + 1) for own in rows]
-
-        return make_table_plan(names, rows, DIM, "auto", budget="100x", ids=KnownIds(counts=counts))
+        ids = KnownIds(counts=lambda: expected_counts(tuple(rows), 10**7))
+        return make_table_plan(names, rows, DIM, "auto", budget="100x", ids=ids)
     return [("dense", {}) for _ in rows]
 
 

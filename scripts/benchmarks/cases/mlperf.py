@@ -12,9 +12,7 @@ share of one of 8 GPUs in the fastest submission with H200.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 
 import torch
@@ -28,13 +26,19 @@ from dlrm.optim import RowOptimizer
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
-from scripts.benchmarks.batches import SHAPES, draw_bags, losses, worst_difference
+from scripts.benchmarks.batches import (
+    SHAPES,
+    draw_bags,
+    losses,
+    step_milliseconds,
+    worst_difference,
+)
 
 SMALL = "--batches 4 --max-rows 50 --bags ragged --check-rows 50 --mode eager"
 SHAPE = SHAPES["mlperf"]
 CONFIG = harness.ROOT / "configs" / "mlperf_dcnv2.yaml"
 INPUTS = 8  # different batches in rotation
-CAPTURES = 3  # of a step: the driver schedules the branches of each graph again
+CAPTURES = 3  # of a step
 TOLERANCE = 1e-2  # of a loss in bf16
 CHECKED_STEPS = 10
 GFLOP = 0.096  # of the matrix products of a sample, forward and backward
@@ -64,14 +68,15 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     step = make_step(rows, device, options.mode)
     for size, bags in product(options.batches, options.bags):
         batches = draw(rows, size, device, bags, INPUTS)
-        times = measure_one(step, batches, device)
-        ms = statistics.median(times)
-        row = {"batch": size, "bags": bags, "ms": ms, "ms_range": [min(times), max(times)]}
-        row |= {"Msamples/s": size / ms / 1e3, "TFLOP/s": GFLOP * size / ms}
-        record.add(row | {"loss_error": errors[bags]})
+        counts = {"warm_up": 1, "steps": 3} if device == "cpu" else {"warm_up": 15, "steps": 40}
+        timed = step_milliseconds(step, batches, device, CAPTURES, **counts)
+        row = {"batch": size, "bags": bags, **timed, "Msamples/s": size / timed["ms"] / 1e3}
+        row |= {"TFLOP/s": GFLOP * size / timed["ms"], "loss_error": errors[bags]}
+        record.add(row)
 
         if options.profile:
-            found = harness.kernel_milliseconds(partial(train, step, batches), steps=5)
+            run = lambda i, own=batches: step(own[i % INPUTS])  # noqa: E731
+            found = harness.kernel_milliseconds(run, steps=5)
             print(f"{found['kernel_ms']:9.4f} ms a step in {found['launches']} launches")
             for name, spent in list(found["kernels"].items())[:KERNELS]:
                 print(f"{spent:9.4f} ms {name[:110]}", flush=True)
@@ -79,22 +84,6 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
         del batches
         step.graphs.close()
         harness.release()
-
-
-def measure_one(step: TrainStep, batches: Sequence[Batch], device: str) -> list[float]:
-    """Milliseconds of a step, once for each time that it is captured."""
-    on_gpu = device != "cpu"
-    counts = {"warm_up": 15, "steps": 40} if on_gpu else {"warm_up": 1, "steps": 3}
-    times = []
-    for _ in range(CAPTURES if on_gpu else 1):
-        step.graphs.close()
-        times.append(harness.milliseconds(partial(train, step, batches), device, **counts))
-    return times
-
-
-def train(step: TrainStep, batches: Sequence[Batch], index: int) -> object:
-    """A step on one of the batches in turn."""
-    return step(batches[index % len(batches)])
 
 
 def check(options: argparse.Namespace, size: int, bags: str) -> float:

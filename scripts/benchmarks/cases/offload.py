@@ -206,27 +206,21 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure_table(
-    options: argparse.Namespace,
-    rule: str,
-    dtype: str,
-    rows: int = TABLE_ROWS,
-    lookups: int = TABLE_LOOKUPS,
-) -> dict[str, Any]:
+def measure_table(options: argparse.Namespace, rule: str, dtype: str) -> dict[str, Any]:
     """Look-up, backward and update of one offloaded table, its rows fetched ahead."""
     dim, device = options.dim or 128, options.device
     own: dict[str, Any] = {"dtype": dtype} if dtype in BITS else {}
     with torch.device(device):
-        group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False, **own)
+        group = Offload([TABLE_ROWS], dim, cache_share=TABLE_SHARE, check_ids=False, **own)
     if dtype == "bf16":
         group.bfloat16()
 
     def draw(size: int) -> list[Tensor]:
-        return [power_law(rows, lookups, device).int()[None] for _ in range(size)]
+        return [power_law(TABLE_ROWS, TABLE_LOOKUPS, device).int()[None] for _ in range(size)]
 
-    found = measure_windows(group, rule, draw, lookups, options.table_warm_up, captured=True)
+    found = measure_windows(group, rule, draw, TABLE_LOOKUPS, options.table_warm_up)
     what = {"model": "one table", "variant": "offload", "rows": dtype, "rule": rule}
-    return {**what, "batch": lookups, **found}
+    return {**what, "batch": TABLE_LOOKUPS, **found}
 
 
 def measure_windows(
@@ -235,10 +229,8 @@ def measure_windows(
     draw: Callable[[int], list[Tensor]],
     lookups: int,
     warm_up: int,
-    *,
-    captured: bool = False,
 ) -> dict[str, Any]:
-    """Steps of one table whose rows are fetched ahead, a window at a time.
+    """Captured steps of one table whose rows are fetched ahead, a window at a time.
 
     Args:
         group: the table, with rows in host memory.
@@ -246,7 +238,6 @@ def measure_windows(
         draw: draws so many batches ``[1, lookups]``.
         lookups: of a batch.
         warm_up: windows that fill the cache.
-        captured: look up, compute gradients and update in a CUDA graph.
     """
     optimizer = RowOptimizer(group.parameters(), rule, lr=0.01)
     weight = group.weight
@@ -273,7 +264,7 @@ def measure_windows(
         now = coming
     _wait(weight.device.type)
     size = group.window_size(lookups)
-    run = _captured(step, now[0]) if captured and weight.is_cuda else step
+    run = _captured(step, now[0]) if weight.is_cuda else step
 
     drawn = [now, *(draw(size) for _ in range(2 + WINDOWS))]
     before = group.cache_stats()

@@ -15,14 +15,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
-import statistics
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
@@ -36,8 +32,10 @@ from scripts.benchmarks.batches import (
     NAMES,
     SHAPES,
     draw_batch,
+    expected_counts,
     losses,
     make_step,
+    step_milliseconds,
     worst_difference,
 )
 
@@ -119,19 +117,15 @@ def measure_one(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     if on_gpu:
         peer = PEER_H100.get(case.batch) if case.model == "kaggle" else None
         memory = {"peak_gpu_MB": (torch.cuda.max_memory_allocated() - held) / 1e6}
-    times = []
-    for _ in range(CAPTURES if on_gpu else 1):
-        step.graphs.close()
-        counts = {"warm_up": 20, "steps": 60} if on_gpu else {}
-        times.append(harness.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
+    counts = {"warm_up": 20, "steps": 60} if on_gpu else {}
+    timed = step_milliseconds(step, batches, device, CAPTURES, **counts)
 
-    ms = statistics.median(times)
+    ms = timed["ms"]
     tables = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
     state = sum(o.state_bytes(model.sparse_arch.parameters()) for o in step.optimizers)
     return {
         **asdict(case),
-        "ms": ms,
-        "ms_range": [min(times), max(times)],
+        **timed,
         "Msamples/s": case.batch / ms / 1e3,
         "times best peer": round(peer / ms, 2) if peer else None,
         "loss_error": worst,
@@ -148,16 +142,8 @@ def step_of(
     torch.manual_seed(0)
     shape, own = SHAPES[case.model], {case.kind: KIND_OPTIONS.get(case.kind, {})}
     sizes = {"budget": budget} if case.kind == AUTO else {"largest": 7}
-    ids = KnownIds(counts=lambda: counts(tuple(rows)))
+    ids = KnownIds(counts=lambda: expected_counts(tuple(rows), PLANNED))
     plan = make_table_plan(NAMES, rows, shape.dim, case.kind, options=own, ids=ids, **sizes)
     with torch.device(device):
         model = DLRM(13, rows, shape.dim, plan, tables_dtype=case.dtype, **shape.options)
     return model, make_step(model, case.rule, precision=case.precision, mode=mode)
-
-
-@cache
-def counts(rows: tuple[int, ...]) -> list[Tensor]:
-    """How often ids with log-uniform skew occur in :data:`PLANNED` rows."""
-    ids = [torch.arange(1, own + 1, dtype=torch.float64) for own in rows]
-    shares = ((1 / each).log1p() / math.log(len(each) + 1) for each in ids)
-    return [(share * PLANNED).round().long() for share in shares]
