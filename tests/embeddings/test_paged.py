@@ -233,7 +233,9 @@ def train(model, optimizers, steps, seed=4):
         Batch(torch.randn(13, 60), ids_of(60).int(), torch.randint(2, (60,)).float())
         for _ in range(steps)
     ]
-    return [step(batch.to(device), norms=True)["loss"].item() for batch in batches]
+    losses = [step(batch.to(device), norms=True)["loss"].item() for batch in batches]
+    assert step.graphs.count == (step.mode == "graph")
+    return losses
 
 
 @every_place
