@@ -91,10 +91,10 @@ def share(text: str) -> float:
 
 def runs_of(cell: Cell, options: argparse.Namespace, meta: Meta) -> list[RunSpec]:
     """The runs of a cell, one per seed."""
-    own = cell.options(meta.cardinalities)
+    cell_options = cell.options(meta.cardinalities)
     if cell.tables and options.tt_lr:
-        own.append(f"--optim.embeddings_lr={options.tt_lr}")
-    runs = [RunSpec(f"{cell}-{n}", [*own, f"--seed={n}"]) for n in range(options.seeds)]
+        cell_options.append(f"--optim.embeddings_lr={options.tt_lr}")
+    runs = [RunSpec(f"{cell}-{n}", [*cell_options, f"--seed={n}"]) for n in range(options.seeds)]
     if not cell.tables and options.fine_tune:
         runs[0].options.append("--checkpoint=true")
     return runs
@@ -103,14 +103,14 @@ def runs_of(cell: Cell, options: argparse.Namespace, meta: Meta) -> list[RunSpec
 def fine_tuning(cell: Cell, options: argparse.Namespace, meta: Meta) -> RunSpec:
     """The run that compresses the first dense model to a cell and trains it further."""
     rate = options.fine_tune_lr
-    own = [
+    tuning = [
         *cell.options(meta.cardinalities),
         f"--init_from={(options.runs / 'dense-0').resolve()}",
         *(f"--max_steps={options.fine_tune}", "--seed=1000", "--optim.fine_tune=1"),
         *(f"--optim.lr={rate}", f"--optim.embeddings_lr={rate}", "--optim.warmup_steps=0"),
         *("--optim.decay_start=0", f"--optim.decay_steps={options.fine_tune}"),
     ]
-    return RunSpec(f"fitted-{cell}", own)
+    return RunSpec(f"fitted-{cell}", tuning)
 
 
 def train_all(
@@ -148,7 +148,7 @@ def train_all(
 def summary_of(runs: Runs, runner: Runner) -> pd.DataFrame | None:
     """The summary of the runs that have finished; None before the first dense one."""
     finished = {
-        cell: [name for name, _ in own if runner.finished(name)] for cell, own in runs.items()
+        cell: [name for name, _ in specs if runner.finished(name)] for cell, specs in runs.items()
     }
     if not finished["dense"]:
         return None

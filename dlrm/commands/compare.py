@@ -125,7 +125,7 @@ def _identity(result: dict[str, Any]) -> tuple[str, str, str]:
     of earlier versions, the path counts instead.
     """
     path = Path(result["options"].get("data", "data"))
-    rows = {split: own[0] for split, own in result.get("rows", {}).items()}
+    rows = {split: counts[0] for split, counts in result.get("rows", {}).items()}
     text = ", ".join(f"{count:,} {split}" for split, count in rows.items() if count)
     preparation = result.get("preparation") or f"at {path}"
     return path.name, text, f"{preparation} {result.get('rows')}"
@@ -135,7 +135,7 @@ def _name_data(identities: Sequence[tuple[str, str, str]]) -> list[str]:
     """A name for each data set, with a number if its name and rows do not tell it from others."""
     names = []
     for name, rows, preparation in identities:
-        alike = [*dict.fromkeys(own for *about, own in identities if about == [name, rows])]
+        alike = [*dict.fromkeys(same for *about, same in identities if about == [name, rows])]
         number = f" #{alike.index(preparation) + 1}" if len(alike) > 1 else ""
         names.append(f"{name}{number} ({rows} rows)" if rows else f"{name}{number}")
     return names
@@ -194,7 +194,7 @@ def _differing_options(summary: pd.DataFrame) -> pd.Series:
 
 def _compact(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{own}" for name, own in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{each}" for name, each in value.items()) + "}"
     return str(value).replace(" ", "")
 
 

@@ -72,7 +72,7 @@ def evaluate(options: Namespace) -> None:
 
     if options.importance:
         found = trained.importance(options.importance, options.seed)
-        result["importance"] = {name: finite(own) for name, own in found.items()}
+        result["importance"] = {name: finite(values) for name, values in found.items()}
         print(importance_table(found), file=sys.stderr)
         if options.plot:
             save_figure(importance_figure(found), options.plot, dpi=150)

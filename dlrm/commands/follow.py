@@ -67,7 +67,7 @@ class FollowingRun(Run):
         day, config = self.train_data.path, self.config
         text = f"day {day.name}: {self.train_data.rows:,} rows"
         others = sum(
-            own.rows for name, own in self.train_data.meta.splits.items() if name != "train"
+            part.rows for name, part in self.train_data.meta.splits.items() if name != "train"
         )
         text += f" (and {others:,} of other splits)" if others else ""
         if self.steps or config.init_from:

@@ -147,9 +147,9 @@ def _content(options: Namespace) -> dict[str, Any]:
         split |= {"column": column} if column else {}
 
     # Next to those of the file, which is checked later.
-    for name, own in (("split", split), ("columns", options.columns)):
-        if own and isinstance(there := content.get(name) or {}, dict):
-            content[name] = there | own
+    for name, values in (("split", split), ("columns", options.columns)):
+        if values and isinstance(there := content.get(name) or {}, dict):
+            content[name] = there | values
     return content
 
 

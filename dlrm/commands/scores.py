@@ -106,7 +106,7 @@ def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
     files = [options.rows / name for name in meta.splits[split].files]
     columns = meta.options.get("columns", {})
     tables = meta.options.get("made_by") == MADE_BY
-    passed = [name for name, own in columns.items() if tables and own["kind"] == "pass"]
+    passed = [name for name, column in columns.items() if tables and column["kind"] == "pass"]
     names = list(dict.fromkeys([*passed, *options.keep]))
 
     for path in files:
@@ -129,9 +129,9 @@ def _scores(
     for batch in trained.loader:
         outputs = metrics.predict(trained.model, [batch], bf16=trained.bf16)
         probability, labels = on_host(*outputs[:2])
-        own = next(kept)[0] if names else {}
+        copied = next(kept)[0] if names else {}
         rows = np.arange(done + 1, done + 1 + len(labels))
-        columns = {ROW: pa.array(rows)} | {name: own[name].combine_chunks() for name in names}
+        columns = {ROW: pa.array(rows)} | {name: copied[name].combine_chunks() for name in names}
         columns |= {PROBABILITY: pa.array(probability), LABEL: pa.array(labels)}
         yield pa.RecordBatch.from_pydict(columns)
         done += len(labels)

@@ -108,4 +108,4 @@ def build_optimizers(optim: OptimConfig, model: DLRM) -> list[RowOptimizer]:
     """
     parts = model.dense_parameters(), model.sparse_arch.parameters()
     specs = zip(parts, optimizer_specs(optim), strict=True)
-    return [RowOptimizer(own, rule, lr=lr, **options) for own, (rule, lr, options) in specs]
+    return [RowOptimizer(part, rule, lr=lr, **options) for part, (rule, lr, options) in specs]

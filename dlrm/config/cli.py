@@ -144,9 +144,9 @@ def refuse_with_resume(argv: Sequence[str], resume: str | None) -> None:
     if not resume:
         return
     given = {name for name, _ in _tokens(argv, [])}
-    own = [f"--{name}" for name in ("config", "init_from", "name", "output") if name in given]
-    if own:
-        raise ValueError(f"--resume takes {', '.join(own)} from the run: remove it here")
+    wrong = [f"--{name}" for name in ("config", "init_from", "name", "output") if name in given]
+    if wrong:
+        raise ValueError(f"--resume takes {', '.join(wrong)} from the run: remove it here")
 
 
 def _tokens(argv: Sequence[str], problems: list[str]) -> list[tuple[str, list[str]]]:

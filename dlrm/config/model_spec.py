@@ -158,9 +158,9 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
         spec: of its model.
         compression: how many times larger dense tables in fp32 are.
     """
-    own = [options for kind, options in spec["plan"] if kind == config.emb]
+    of_kind = [options for kind, options in spec["plan"] if kind == config.emb]
     for name, value in config.methods.get(config.emb, {}).items():
-        if config.budget and own and all(options.get(name) != value for options in own):
+        if config.budget and of_kind and all(options.get(name) != value for options in of_kind):
             option = f"--{config.emb}.{name}"
             print_error(f"note: {option} has no effect, --budget sets it")
 
@@ -172,7 +172,7 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
         why = "its tables are no smaller than dense ones; try --budget 10x"
         if config.budget:
             why = "dense tables fit into --budget; lower it"
-        elif not own:
+        elif not of_kind:
             largest = max(spec["num_embeddings"])
             why = f"no table is of that kind, as the largest has {largest:,} rows; lower "
             why += "--tables.threshold, or try --budget 10x"

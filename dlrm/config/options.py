@@ -76,11 +76,12 @@ def _options_of_kind(kind: str, cls: Any) -> dict[str, Option]:
     arguments = (inspect.getdoc(cls) or "").partition("Args:\n")[2].partition("\n\n")[0]
     texts = dict(_ARGUMENT.findall(arguments))
     for name, option in cls.options().items():
-        own: Any = hints[name]
+        hint: Any = hints[name]
         if name in cls.per_table:
             # Lists, with a value for each table of a group, are for code: here, use names.
-            own = Union[tuple(a for a in get_args(own) if get_origin(a) is not list)]  # noqa: UP007
-        found[f"{kind}.{name}"] = Option(own | dict[str, own], option.default, texts.get(name, ""))
+            hint = Union[tuple(a for a in get_args(hint) if get_origin(a) is not list)]  # noqa: UP007
+        text = texts.get(name, "")
+        found[f"{kind}.{name}"] = Option(hint | dict[str, hint], option.default, text)
     return found
 
 
@@ -97,12 +98,12 @@ def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> di
     changed = {}
     for name, option in option_schema(own_kinds).items():
         group, _, leaf = name.rpartition(".")
-        own = options.get(group) or {} if group else options
+        values = options.get(group) or {} if group else options
         default = list(option.default) if isinstance(option.default, tuple) else option.default
-        if name == "tables.dtype" and own.get(leaf) is not None:  # older runs all name it
+        if name == "tables.dtype" and values.get(leaf) is not None:  # older runs all name it
             default = default_dtype(str(options.get("emb")), options.get("budget"))
-        if name not in HOUSEKEEPING and own.get(leaf, default) != default:
-            changed[name] = own[leaf]
+        if name not in HOUSEKEEPING and values.get(leaf, default) != default:
+            changed[name] = values[leaf]
     return changed
 
 

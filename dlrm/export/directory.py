@@ -159,7 +159,7 @@ def _description(
 ) -> dict[str, Any]:
     """The entries of a manifest that say what the model is."""
     groups, features = model.sparse_arch.embeddings(), model.sparse_arch.feature_order.groups
-    kinds = {f: group.kind() for (group, _), own in zip(groups, features, strict=True) for f in own}
+    kinds = {f: group.kind() for (group, _), fs in zip(groups, features, strict=True) for f in fs}
     columns = [
         {
             "name": column.name,

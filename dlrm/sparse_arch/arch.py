@@ -93,13 +93,13 @@ class SparseArch(nn.Module):
             own_dtype = options.pop("dtype", dtype)
             common = {"check_ids": False, "dtype": own_dtype if own_dtype in BITS else None}
             group: Embedding
-            if (own := _sharding_of(slots, sharding)) is None:
+            if (sharded := _sharding_of(slots, sharding)) is None:
                 group = build(kind, rows, embedding_dim, **common, **options)
                 returned.append([f for slot in slots for f in self._features[slot]])
             else:
                 options = options if kind in SHARDED else {}
                 make: Callable[..., ShardedTables] = SHARDED.get(kind, ShardedDense)
-                group = make(rows, embedding_dim, plan=own, **common, **options)
+                group = make(rows, embedding_dim, plan=sharded, **common, **options)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
@@ -141,13 +141,14 @@ class SparseArch(nn.Module):
         start = lanes[0].record_event()
         found: dict[int, list[Tensor]] = {}
         for number, index in enumerate(order):
-            group, share, own = self.groups[index], shares[index], contexts[index]
+            group, share, group_context = self.groups[index], shares[index], contexts[index]
             if isinstance(group, ShardedTables):
-                found[index] = group.parts(share, own)
+                found[index] = group.parts(share, group_context)
                 continue
             lane = number % len(lanes)
             with lanes[lane].fork(after=start) if lane else nullcontext():
-                found[index] = [self.feature_order.of_features(index, group(share, context=own))]
+                vectors = group(share, context=group_context)
+                found[index] = [self.feature_order.of_features(index, vectors)]
         self.join()
         if context.sorter is not None:
             context.sorter.sort()
@@ -170,8 +171,8 @@ class SparseArch(nn.Module):
         """The context of each group, with the sorted look-ups and bag sizes of that group."""
         if context.bag_sizes is not None:
             sizes = context.bag_sizes
-            own = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
-            return [replace(context, bag_sizes=sizes) for sizes in own]
+            by_group = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
+            return [replace(context, bag_sizes=sizes) for sizes in by_group]
         if not context.lookups:
             return [context] * len(self.groups)
         lookups = iter(context.lookups)
@@ -366,11 +367,11 @@ def features_of_tables(plan: TablePlan) -> dict[int, list[int]]:
         ValueError: a feature shares the table of one that has none.
     """
     owners = owners_of(plan)
-    features: dict[int, list[int]] = {f: [] for f, own in enumerate(owners) if f == own}
-    for feature, own in enumerate(owners):
-        if own not in features:
-            raise ValueError(f"feature {feature} shares the table of {own}, which has none")
-        features[own].append(feature)
+    features: dict[int, list[int]] = {f: [] for f, owner in enumerate(owners) if f == owner}
+    for feature, owner in enumerate(owners):
+        if owner not in features:
+            raise ValueError(f"feature {feature} shares the table of {owner}, which has none")
+        features[owner].append(feature)
     return features
 
 
@@ -392,7 +393,7 @@ def group_tables(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]
     for table, features in features_of_tables(plan).items():
         kind, options = plan[table]
         named = sorted(options.items())  # in whatever order they came
-        equal = [(name, None if name in per_table(kind) else own) for name, own in named]
+        equal = [(name, None if name in per_table(kind) else value) for name, value in named]
         members.setdefault(repr((kind, equal, len(features))), []).append(table)
     groups = []
     for tables in members.values():

@@ -230,12 +230,12 @@ def choose_tables(
         dtypes = [dtype for dtype in dtypes if dtype != "int4"] or dtypes
     effects = effects or [EQUAL] * len(budget.counts)
     tables = [
-        Table(rows, budget.embedding_dim, count, own, dtypes, projected=trained)
-        for rows, count, own in zip(budget.num_embeddings, budget.counts, effects, strict=True)
+        Table(rows, budget.embedding_dim, count, effect, dtypes, projected=trained)
+        for rows, count, effect in zip(budget.num_embeddings, budget.counts, effects, strict=True)
     ]
 
     def total(choice: Sequence[Choice]) -> int:
-        return sum(table.size(*own) for table, own in zip(tables, choice, strict=True))
+        return sum(table.size(*chosen) for table, chosen in zip(tables, choice, strict=True))
 
     # Bisect the price of a byte.
     low, high = PRICES
@@ -257,15 +257,15 @@ def choose_tables(
     # largest gain, again and again.
     while True:
         gains = []
-        for index, (table, own) in enumerate(zip(tables, choice, strict=True)):
-            more = table.best_within(table.size(*own) + left)
-            gains.append((table.utility(*more) - table.utility(*own), index, more))
+        for index, (table, current) in enumerate(zip(tables, choice, strict=True)):
+            more = table.best_within(table.size(*current) + left)
+            gains.append((table.utility(*more) - table.utility(*current), index, more))
         gain, index, more = max(gains, key=lambda found: found[0])
         if gain <= 0:
             break
         left += tables[index].size(*choice[index]) - tables[index].size(*more)
         choice[index] = more
-    plan = [table.kind_and_options(*own) for table, own in zip(tables, choice, strict=True)]
+    plan = [table.kind_and_options(*chosen) for table, chosen in zip(tables, choice, strict=True)]
     return _look_up_together(plan, budget.num_embeddings)
 
 

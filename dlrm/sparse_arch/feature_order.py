@@ -80,8 +80,8 @@ class FeatureOrder(nn.Module):
         shares: dict[int, Ids] = {}
         for index in groups:
             spans = [slice(bounds[feature], bounds[feature + 1]) for feature in self.groups[index]]
-            own = torch.cat([ids.ids[span] for span in spans])
-            shares[index] = Bags(own, offsets_of(lengths[index]))
+            values = torch.cat([ids.ids[span] for span in spans])
+            shares[index] = Bags(values, offsets_of(lengths[index]))
         return shares
 
     def of_features(self, group: int, vectors: Tensor) -> Tensor:

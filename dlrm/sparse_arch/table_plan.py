@@ -107,11 +107,11 @@ def make_table_plan(
     chosen = sorted(large if largest is None else by_size[:largest])
     plan: TablePlan = []
     for table, name in enumerate(names):
-        own = kinds.get(name, kind if table in chosen else "dense")
-        plan.append((own, options_of_table(name, options.get(own, {}))))
+        table_kind = kinds.get(name, kind if table in chosen else "dense")
+        plan.append((table_kind, options_of_table(name, options.get(table_kind, {}))))
     _require_known_ids(names, num_embeddings, plan)
     if not ids.ordered:
-        _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
+        _require_any_order([kind] if kind == AUTO else [table_kind for table_kind, _ in plan])
 
     def of_chosen(every: Sequence[Any] | None) -> Sequence[Any] | None:
         return every and [every[features[table]] for table in chosen]
@@ -158,18 +158,18 @@ def _require_any_order(kinds: Sequence[str]) -> None:
 
 def options_of_table(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of one table: resolve mappings by table name, leave out unset options."""
-    own = {}
+    resolved = {}
     for key, value in options.items():
         if isinstance(value, Mapping):
             value = value.get(name, value.get("default"))
         if value is not None:
-            own[key] = value
-    return own
+            resolved[key] = value
+    return resolved
 
 
 def owners_of(plan: TablePlan) -> list[int]:
     """For each feature, the one whose table it uses."""
-    return [own["with"] if kind == SHARED else f for f, (kind, own) in enumerate(plan)]
+    return [options["with"] if kind == SHARED else f for f, (kind, options) in enumerate(plan)]
 
 
 def with_pooling(
@@ -237,7 +237,7 @@ def format_table_plan(
     With ``sizes``, the bytes of each table are listed too.
     """
     kinds, options = zip(*_named(plan, names), strict=True)
-    texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
+    texts = [", ".join(f"{name} {value}" for name, value in each.items()) for each in options]
     columns = [
         ["table", *map(printable, names)],
         ["rows", *(f"{rows:,}" if rows < MANY_IDS else "any" for rows in num_embeddings)],
@@ -304,12 +304,12 @@ def _check_names(
     for name in kinds:
         if name not in names:
             raise ValueError(f"tables.kinds names table {name!r}; the data has {', '.join(names)}")
-    for own, given in options.items():
+    for kind_name, given in options.items():
         for key, value in given.items():
             for name in value if isinstance(value, Mapping) else ():
                 if name not in (*names, "default"):
                     raise ValueError(
-                        f"{own}.{key} names table {name!r}; the data has {', '.join(names)}"
+                        f"{kind_name}.{key} names table {name!r}; the data has {', '.join(names)}"
                     )
 
 
@@ -361,4 +361,4 @@ def _fit_options(
                 "budget"
             )
     found = cls.for_budget(tables, **fixed)
-    return [("dense", {}) if own is None else (kind, own) for own in found]
+    return [("dense", {}) if chosen is None else (kind, chosen) for chosen in found]

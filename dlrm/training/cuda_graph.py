@@ -188,29 +188,29 @@ class StepGraphs:
 
     def _copy_inputs(self, to: PreparedBatch, prepared: PreparedBatch) -> None:
         """Copy a batch to the tensors that a captured step reads."""
-        own, batch = to.batch, prepared.batch
+        static, batch = to.batch, prepared.batch
 
         # One launch copies all tensors that have rows.
-        targets, sources = [own.dense, own.labels], [batch.dense, batch.labels]
+        targets, sources = [static.dense, static.labels], [batch.dense, batch.labels]
         orders: list[Tensor | None] = [None, None]
-        if own.offsets is None:
-            targets, sources = [*targets, own.ids], [*sources, batch.ids]
+        if static.offsets is None:
+            targets, sources = [*targets, static.ids], [*sources, batch.ids]
             orders.append(self._by_group)
-        elif own.bag_sizes is not None:  # the offsets are those of every such batch
-            targets.append(own.ids.view(-1, own.size))
-            sources.append(batch.ids.view(-1, own.size))
+        elif static.bag_sizes is not None:  # the offsets are those of every such batch
+            targets.append(static.ids.view(-1, static.size))
+            sources.append(batch.ids.view(-1, static.size))
             orders.append(None)
         else:
-            own.ids[: batch.ids.numel()].copy_(batch.ids)
+            static.ids[: batch.ids.numel()].copy_(batch.ids)
             assert batch.offsets is not None
-            own.offsets.copy_(batch.offsets)
+            static.offsets.copy_(batch.offsets)
         for known, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
             targets += known.tensors
             sources += lookups.tensors
             orders += [None] * len(known.tensors)
         copy_together(targets, sources, orders)
 
-        own_weights, weights = own.weights, batch.weights
+        own_weights, weights = static.weights, batch.weights
         assert (own_weights is None) == (weights is None)
         if own_weights is not None and weights is not None:
             own_weights.copy_(weights)

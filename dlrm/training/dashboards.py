@@ -88,7 +88,7 @@ def hparams_row(
         Summaries for the writer of event files.
     """
     shown = {name: options.get(name) for name in OPTIONS}
-    shown = {name: own if type(own) is int else str(own or "") for name, own in shown.items()}
-    others = [f"{name}={own}" for name, own in changed.items() if name not in OPTIONS]
+    shown = {name: x if type(x) is int else str(x or "") for name, x in shown.items()}
+    others = [f"{name}={x}" for name, x in changed.items() if name not in OPTIONS]
     metrics = {tag(name): results[name] for name in RESULTS if name in results}
     return hparams(shown | {"options": " ".join(others)}, metrics)

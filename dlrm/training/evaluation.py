@@ -125,7 +125,7 @@ def _note_other_tables(model: DLRM, meta: Meta) -> None:
     The ids of two preparations stand for different values.
     """
     pairs = zip(meta.tables, meta.cardinalities, model.sparse_arch.num_embeddings, strict=False)
-    others = [f"{name} {rows:,} and not {own:,}" for name, rows, own in pairs if rows != own]
+    others = [f"{name} {rows:,} and not {size:,}" for name, rows, size in pairs if rows != size]
     if others:
         text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         print_error(

@@ -155,8 +155,8 @@ def compress(
     )
 
     # Bags are pooled as before.
-    pooled = ({name: own[name] for name in own if name == "mode"} for _, own in spec["plan"])
-    plan = [(own, options | mode) for (own, options), mode in zip(plan, pooled, strict=True)]
+    pooled = ({k: v for k, v in options.items() if k == "mode"} for _, options in spec["plan"])
+    plan = [(kind, options | mode) for (kind, options), mode in zip(plan, pooled, strict=True)]
 
     model = DLRM(**{**spec, "plan": plan, "tables_dtype": dtype})
     model.to(next(trained.parameters()).device)

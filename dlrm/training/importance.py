@@ -59,7 +59,7 @@ def permutation_importance(
             lost = [sign * (after[metric] - before[metric]) for after in repeats]
             found[name][metric] = float(np.mean(lost))
             found[name][f"{metric}_std"] = float(np.std(lost, ddof=1))
-    return dict(sorted(found.items(), key=lambda own: -own[1]["log_loss"]))
+    return dict(sorted(found.items(), key=lambda item: -item[1]["log_loss"]))
 
 
 def permuted(batch: Batch, column: int, random: np.random.Generator) -> Batch:
@@ -85,8 +85,8 @@ def permuted(batch: Batch, column: int, random: np.random.Generator) -> Batch:
 
     # The bags of the feature change places, and the ids of all others stay where they are.
     starts, lengths = (
-        shuffled(own.view(-1, batch.size), feature).flatten()
-        for own in (batch.offsets[:-1], batch.offsets.diff())
+        shuffled(values.view(-1, batch.size), feature).flatten()
+        for values in (batch.offsets[:-1], batch.offsets.diff())
     )
     offsets = offsets_of(lengths)
     places = (starts - offsets[:-1]).repeat_interleave(lengths)
@@ -99,6 +99,6 @@ def importance_table(found: Importance) -> str:
     rows = [["column", "AUC lost", "", "log loss gained", ""]]
     for name, lost in found.items():
         cells = [f"{lost[m]:.4f} ±{lost[f'{m}_std']:.4f}".split(" ") for m in LOST]
-        cells = [["-", ""] if "nan" in own else own for own in cells]  # of rows of one class
+        cells = [["-", ""] if "nan" in cell else cell for cell in cells]  # of rows of one class
         rows.append([printable(name), *cells[0], *cells[1]])
     return align_right(rows)

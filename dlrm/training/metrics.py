@@ -83,12 +83,12 @@ def _mean_of(weights: Tensor | np.ndarray | None, like: Tensor) -> Callable[[Ten
     """The function that takes the mean of values, weighted if there are weights."""
     if weights is None:
         return lambda values: float(values.mean())
-    own = torch.as_tensor(weights).to(like)
-    if own.shape != like.shape:
-        raise ValueError(f"weights have shape {tuple(own.shape)}, logits {tuple(like.shape)}")
-    if not own.sum() > 0:
+    tensor = torch.as_tensor(weights).to(like)
+    if tensor.shape != like.shape:
+        raise ValueError(f"weights have shape {tuple(tensor.shape)}, logits {tuple(like.shape)}")
+    if not tensor.sum() > 0:
         raise ValueError("all samples have weight 0: correct the weights, or leave them out")
-    return lambda values: float((values * own).sum() / own.sum())
+    return lambda values: float((values * tensor).sum() / tensor.sum())
 
 
 class RunningMean:

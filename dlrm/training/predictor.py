@@ -293,7 +293,7 @@ def on_host(logits: torch.Tensor, *others: torch.Tensor) -> list[NDArray[np.floa
         ValueError: a logit is not finite.
     """
     metrics.require_finite_logits(logits)
-    return [own.cpu().numpy() for own in (metrics.sigmoid(logits).float(), *others)]
+    return [values.cpu().numpy() for values in (metrics.sigmoid(logits).float(), *others)]
 
 
 def require_new_names(output: Collection[str]) -> None:

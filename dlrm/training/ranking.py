@@ -117,7 +117,7 @@ class GroupAreas:
             names = named.names(self.groups[chosen].tolist())
             columns = names, self.rows[chosen].tolist(), self.areas[chosen].tolist()
             keys = "group", "rows", "auc"
-            found[name] = [dict(zip(keys, own, strict=True)) for own in zip(*columns, strict=True)]
+            found[name] = [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
         return found
 
 

@@ -98,8 +98,8 @@ class TrainStep:
         self._embedding_optimizers: list[RowOptimizer] = []  # of nothing else
         self._other_optimizers: list[RowOptimizer] = []
         for optimizer in optimizers:
-            own = (id(p) for group in optimizer.param_groups for p in group["params"])
-            alone = embeddings.issuperset(own)
+            updated = (id(p) for group in optimizer.param_groups for p in group["params"])
+            alone = embeddings.issuperset(updated)
             (self._embedding_optimizers if alone else self._other_optimizers).append(optimizer)
 
         self.losses = RunningMean(self.device)

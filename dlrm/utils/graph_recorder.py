@@ -107,12 +107,12 @@ class RecordedByShape(Generic[Output]):
             return self._run(*inputs)
 
         if (recorded := self._recorded[key]) is None:
-            own = [each.clone() for each in inputs]
-            now = self._run(*own)
-            self._recorded[key] = own, *self._recorder.record(lambda: self._run(*own))
+            static = [each.clone() for each in inputs]
+            now = self._run(*static)
+            self._recorded[key] = static, *self._recorder.record(lambda: self._run(*static))
             return now
-        own, replay, out = recorded
-        for to, each in zip(own, inputs, strict=True):
+        static, replay, out = recorded
+        for to, each in zip(static, inputs, strict=True):
             to.copy_(each)
         replay()
         return out

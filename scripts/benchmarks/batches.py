@@ -114,7 +114,7 @@ def draw_ids(
 @cache
 def expected_counts(rows: tuple[int, ...], total: int) -> list[Tensor]:
     """How often each id of each table occurs in ``total`` rows of skewed ids."""
-    ids = [torch.arange(1, own + 1, dtype=torch.float64) for own in rows]
+    ids = [torch.arange(1, size + 1, dtype=torch.float64) for size in rows]
     shares = ((1 / each).log1p() / math.log(len(each) + 1) for each in ids)
     return [(share * total).round().long() for share in shares]
 

@@ -77,7 +77,7 @@ def encode(
     sums = np.concatenate([[0.0], np.cumsum(labels[order])])
     before = np.empty((len(ids), 2))
     before[order] = np.column_stack([np.arange(len(ids)) - first, sums[:-1] - sums[first]])
-    return [pair(*before.T), *(pair(counts[own], positives[own]) for own in later)]
+    return [pair(*before.T), *(pair(counts[split], positives[split]) for split in later)]
 
 
 def features(meta: Meta, splits: list[pd.DataFrame]) -> list[NDArray[np.float64]]:
@@ -89,9 +89,9 @@ def features(meta: Meta, splits: list[pd.DataFrame]) -> list[NDArray[np.float64]
     for column in meta.categorical:
         ids, *later = (rows[column.name].to_numpy() for rows in splits)
         encoded = encode(ids, labels, column.cardinality, later)
-        for own, new in zip(columns, encoded, strict=True):
-            own.append(new)
-    return [np.concatenate(own, axis=1) for own in columns]
+        for column_parts, new in zip(columns, encoded, strict=True):
+            column_parts.append(new)
+    return [np.concatenate(parts, axis=1) for parts in columns]
 
 
 def arguments() -> Parser:

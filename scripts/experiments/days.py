@@ -157,10 +157,10 @@ def cut(directory: Path, days: int) -> int:
             columns[column.name], ids_of[column.name] = made
 
         for day in range(days):
-            own = rows.slice(bounds[day], bounds[day + 1] - bounds[day])
+            rows_of_day = rows.slice(bounds[day], bounds[day + 1] - bounds[day])
             path = directory / sort / f"{day + 1:03}"
             if not (path / META_FILE).is_file():
-                write_day(path, meta, own, tuple(columns.values()), ids_of)
+                write_day(path, meta, rows_of_day, tuple(columns.values()), ids_of)
     return 4 * sum(meta.cardinalities)
 
 
@@ -200,7 +200,7 @@ def write_day(
 ) -> None:
     """Write a day as a preparation does."""
     made = {name: rows[name] for name in (meta.label, *meta.dense)}
-    made |= {name: pa.array(own(rows[name].to_numpy())) for name, own in ids.items()}
+    made |= {name: pa.array(ids_of(rows[name].to_numpy())) for name, ids_of in ids.items()}
     fields = [pa.field(name, values.type, nullable=False) for name, values in made.items()]
     path.mkdir(parents=True, exist_ok=True)
     table = pa.table(list(made.values()), schema=pa.schema(fields))
@@ -250,7 +250,7 @@ def summarize(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     # Runs of the same seed see the same rows in the same order.
     summary = []
     for (log, kind, ratio), rows in groups.items():
-        own = [row["auc"] for row in rows]
+        scores = [row["auc"] for row in rows]
         dense = [row["auc"] for row in groups.get((log, "dense", 1.0), [])]
         summary.append(
             {
@@ -258,9 +258,9 @@ def summarize(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "kind": kind,
                 "ratio": ratio,
                 "bytes": rows[0]["bytes"],
-                "auc": float(np.mean(own)),
-                "spread": float(np.std(own, ddof=1)) if len(own) > 1 else None,
-                "above dense": float(np.mean(own) - np.mean(dense)) if dense else None,
+                "auc": float(np.mean(scores)),
+                "spread": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+                "above dense": float(np.mean(scores) - np.mean(dense)) if dense else None,
                 "days": np.mean([row["days"] for row in rows], 0).tolist(),
             }
         )

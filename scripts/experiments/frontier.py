@@ -190,7 +190,7 @@ def runs_on(
         for seed in range(options.seeds)
         for kind, ratio in points
     ]
-    return [RunSpec(f"{prefix}{name}", [*own, given]) for name, own in runs]
+    return [RunSpec(f"{prefix}{name}", [*run_options, given]) for name, run_options in runs]
 
 
 def compare_kinds(options: argparse.Namespace) -> None:
@@ -219,8 +219,8 @@ def compare_kinds(options: argparse.Namespace) -> None:
 
     files = {name: trees_file(path) for name, path in data.items()}
     trees = {name: read_json(file)["results"][0] for name, file in files.items() if file.is_file()}
-    for name, own in trees.items():
-        print(f"trees on {name}: AUC {own['auc']:.4f}, log loss {own['log_loss']:.4f}")
+    for name, scores in trees.items():
+        print(f"trees on {name}: AUC {scores['auc']:.4f}, log loss {scores['log_loss']:.4f}")
     first, *others = data.values()
     report = {
         "data": ", ".join(data),
@@ -237,7 +237,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
     summary["log"] = [data_of[name].name for name in summary["run"]]
     for metric in ("AUC", "log loss"):
         groups = table.groupby("group", sort=False)
-        by_seed = {own["run"].iloc[0]: own[metric].tolist() for _, own in groups}
+        by_seed = {runs["run"].iloc[0]: runs[metric].tolist() for _, runs in groups}
         summary[f"{metric} by seed"] = summary["run"].map(by_seed)
     publish(summary, options, report)
     if not options.no_timing:

@@ -42,7 +42,7 @@ def summarize(names: dict[str, list[str]], runner: Runner) -> pd.DataFrame:
     for cell, name in ((cell, name) for cell, runs in names.items() for name in runs):
         metrics, seed = runner.metrics(name), _seed(name, cell)
         row: dict[str, Any] = {"cell": cell}
-        row |= {label: metrics[own] for own, label in METRICS.items()}
+        row |= {label: metrics[metric] for metric, label in METRICS.items()}
         if seed in baseline:  # the dense run of the same seed, which may have failed
             row["loss, %"] = 100 * (baseline[seed] - metrics["test/accuracy"])
         row |= {"MB": metrics["embeddings/bytes"] / 1e6, "ratio": metrics["embeddings/compression"]}

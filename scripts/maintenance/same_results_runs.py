@@ -71,8 +71,8 @@ LONG = {"tables.threshold": 20, "max_steps": 60, "epochs": 2, "log_every": 5}
 CPU_RUNS: dict[str, dict[str, Any]] = {
     **KINDS,
     **{f"rule_{rule}": MIXED | options for rule, options in RULES.items()},
-    **{f"multi_hot_{kind}": own | {"data": "multi_hot"} for kind, own in KINDS.items()},
-    **{f"bf16_rows_{kind}": own | {"tables.dtype": "bf16"} for kind, own in KINDS.items()},
+    **{f"multi_hot_{kind}": options | {"data": "multi_hot"} for kind, options in KINDS.items()},
+    **{f"bf16_rows_{kind}": options | {"tables.dtype": "bf16"} for kind, options in KINDS.items()},
     "bf16_products": MIXED | {"precision": "bf16"},
     "cross_network": MIXED | {"model.interaction": "dcn", "model.cross_rank": 8},
     "clipped": MIXED | {"optim.clip_norm": 0.1},
@@ -87,8 +87,8 @@ CPU_RUNS: dict[str, dict[str, Any]] = {
     },
     "trained": both("adam") | {"checkpoint": "true", "max_steps": 25},
     **{
-        f"compressed_{kind}": own | {"init_from": "trained", "max_steps": 4}
-        for kind, own in (KINDS | {"auto": {"emb": "auto", "budget": "5x"}}).items()
+        f"compressed_{kind}": options | {"init_from": "trained", "max_steps": 4}
+        for kind, options in (KINDS | {"auto": {"emb": "auto", "budget": "5x"}}).items()
     },
     "unstopped": STOPPED | {"max_steps": 20},
     "stopped": STOPPED | {"max_steps": 10},

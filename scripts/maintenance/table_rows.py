@@ -133,8 +133,8 @@ def distributed(*results: Result) -> Iterator[Mapping[str, Any]]:
             wire = "" if r["wire"] in ("fp32", "-") else f", {r['wire']}"
             eight = r.get("predicted", {}).get("8")
             eight = f"{eight['Msamples/s']:.1f} M" if eight else "-"
-            own = {"name": r["model"].capitalize(), "wire": wire, "device": device, "eight": eight}
-            yield r | own
+            row = {"name": r["model"].capitalize(), "wire": wire, "device": device, "eight": eight}
+            yield r | row
 
 
 def offloaded(*results: Result) -> Iterator[Mapping[str, Any]]:
@@ -224,8 +224,8 @@ def pivot(results: Rows, metric: str = "AUC", seeds: int = 1) -> Rows:
             return "-"
         deviation = row[f"{metric} std"]
         text = number(row[metric]) + ("" if deviation is None else f" ± {deviation:.4f}")
-        known = [own for (_, at), own in rows.items() if at == ratio and own["seeds"] >= seeds]
-        best = max((own[metric] or 0.0 for own in known), default=0.0)
+        known = [row for (_, at), row in rows.items() if at == ratio and row["seeds"] >= seeds]
+        best = max((row[metric] or 0.0 for row in known), default=0.0)
         return f"**{text}**" if ratio and row[metric] == best else text
 
     head = f"`--emb` (dense: {cell('dense', '')})"
@@ -332,8 +332,8 @@ def bench_means(result: Result, *, metric: str) -> Rows:
         if all((kind, budget, log) in found for log in logs):
             dense = [found["dense", "", log] for log in logs]
             pairs = zip((found[kind, budget, log] for log in logs), dense, strict=True)
-            changes = [list(map(sub, own, other)) for own, other in pairs]
-            error = sum(variance(own) / len(own) for own in changes) ** 0.5 / len(logs)
+            changes = [list(map(sub, scores, other)) for scores, other in pairs]
+            error = sum(variance(change) / len(change) for change in changes) ** 0.5 / len(logs)
             row[budget] = f"{fmean(map(fmean, changes)):+.4f} ± {error:.4f}"
     return [{"`--emb`": kind, **row} for kind, row in rows.items()]
 
@@ -355,6 +355,6 @@ def over_days(result: Result) -> Rows:
     """Progressive AUC on each log, of each kind at each ratio."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for r in result["summary"]:
-        own = rows.setdefault((r["log"], r["kind"]), dict.fromkeys(("1x", "10x", "100x"), ""))
-        own[f"{r['ratio']:g}x"] = spread(r["auc"], r["spread"])
-    return [{"log": log, "`--emb`": f"`{kind}`", **own} for (log, kind), own in rows.items()]
+        cells = rows.setdefault((r["log"], r["kind"]), dict.fromkeys(("1x", "10x", "100x"), ""))
+        cells[f"{r['ratio']:g}x"] = spread(r["auc"], r["spread"])
+    return [{"log": log, "`--emb`": f"`{kind}`", **cells} for (log, kind), cells in rows.items()]

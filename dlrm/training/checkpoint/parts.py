@@ -47,9 +47,9 @@ class Parts:
         parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
         for (name, per_row), tensors in states.items():
             for path, module in parted.items():
-                own = {f"{path}.{n}": n for n, _ in module.named_parameters()}
-                if own.keys() <= tensors.keys():  # else the optimizer has only some of them
-                    found = {n: tensors.pop(full) for full, n in own.items()}
+                full_names = {f"{path}.{n}": n for n, _ in module.named_parameters()}
+                if full_names.keys() <= tensors.keys():  # else the optimizer has only some of them
+                    found = {n: tensors.pop(full) for full, n in full_names.items()}
                     whole_state = module.shards(found, per_row=per_row)
                     self.tensors[f"optimizer.{path}.weight.{name}"] = whole_state
             for path, tensor in tensors.items():
@@ -104,10 +104,10 @@ class Parts:
         Raises:
             ValueError: they are of other optimizers.
         """
-        own = self.groups()
-        if [len(inner) for inner in own] != [len(inner) for inner in groups]:
+        ours = self.groups()
+        if [len(inner) for inner in ours] != [len(inner) for inner in groups]:
             raise ValueError("the saved optimizers have other parameter groups than these")
-        for here, there in zip(sum(own, ()), (g for inner in groups for g in inner), strict=True):
+        for here, there in zip(sum(ours, ()), (g for inner in groups for g in inner), strict=True):
             if here.rule != there.rule:
                 raise ValueError(
                     f"the saved optimizer is {there.rule}, this one is {here.rule}: resume "

@@ -220,7 +220,7 @@ class Checkpoint:
 
     def _require_size(self, spec: Mapping[str, Any]) -> None:
         """Refuse a model that is larger than what is stored of it, before it takes memory."""
-        flat = [("dense", {}) if kind == "paged" else (kind, own) for kind, own in spec["plan"]]
+        flat = [("dense", {}) if kind == "paged" else (kind, rest) for kind, rest in spec["plan"]]
         with torch.device("meta"), _Undrawn():
             state = DLRM(**{**spec, "plan": flat}).state_dict()
         described = sum(math.prod(value.size()) for value in state.values())

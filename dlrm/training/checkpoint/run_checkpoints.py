@@ -64,10 +64,10 @@ class RunCheckpoints:
         world.before_leaving(self.release, keep=True)  # what is being written is completed
 
         def hold() -> tuple[Path, str | None, bool]:
-            directory, found, own = restarts.choose_run(new, resume, world.job)
-            patience = PATIENCE if own else 0
-            self._lock = RunLock(directory, new=not (found or own), patience=patience)
-            return directory, found, own
+            directory, found, restarted = restarts.choose_run(new, resume, world.job)
+            patience = PATIENCE if restarted else 0
+            self._lock = RunLock(directory, new=not (found or restarted), patience=patience)
+            return directory, found, restarted
 
         self.directory, found, self._own = world.from_first(hold)
         self.resumed = Checkpoint.open(found, world=world) if found else None

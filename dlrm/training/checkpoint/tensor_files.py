@@ -308,11 +308,11 @@ class TensorFiles:
         """Copy what a piece and a shard have in common."""
         places = zip(piece.offset, piece.values.shape, shard.offset, shard.shape, strict=True)
         to, block = [], []
-        for own, own_size, stored, stored_size in places:
-            start, stop = max(own, stored), min(own + own_size, stored + stored_size)
+        for here, own_size, stored, stored_size in places:
+            start, stop = max(here, stored), min(here + own_size, stored + stored_size)
             if start >= stop:
                 return
-            to.append(slice(start - own, stop - own))
+            to.append(slice(start - here, stop - here))
             block.append(slice(start - stored, stop - stored))
 
         target = piece.values.detach()

@@ -138,8 +138,8 @@ def check(layer: BasisLinear, tokens: Tensor, up: Tensor) -> dict[str, float]:
     pieces = weight_grad.chunk(layer.parts, 1)
     centroids = torch.stack(
         [
-            torch.zeros_like(own, dtype=torch.float32).index_add_(0, names, piece)
-            for own, names, piece in zip(layer.weight, codes, pieces, strict=True)
+            torch.zeros_like(part, dtype=torch.float32).index_add_(0, names, piece)
+            for part, names, piece in zip(layer.weight, codes, pieces, strict=True)
         ]
     )
 

@@ -205,8 +205,8 @@ class Benchmark:
     def sized(self, cases: Sequence[Case]) -> Iterator[tuple[Case, int]]:
         """Every case with each of its batches, all variants of a model side by side."""
         for model, kind in KINDS:
-            own = [case for case in cases if (case.model, case.kind) == (model, kind)]
-            for batch, case in product(self.options.batches or BATCHES[model], own):
+            same_model = [case for case in cases if (case.model, case.kind) == (model, kind)]
+            for batch, case in product(self.options.batches or BATCHES[model], same_model):
                 yield case, batch
 
     def predicted(self, case: Case, ms: float, scaling: float, batch: int) -> dict[str, Any]:
@@ -299,9 +299,9 @@ class Benchmark:
         local = set(many.sparse_arch.local_parameters())
         for name, parameter in many.named_parameters():
             if parameter not in local:
-                own = storage(parameter)[0].detach()
-                copies = [torch.empty_like(own) for _ in range(world.size)]
-                dist.all_gather(copies, own)
+                values = storage(parameter)[0].detach()
+                copies = [torch.empty_like(values) for _ in range(world.size)]
+                dist.all_gather(copies, values)
                 same = all(torch.equal(copies[0], copy) for copy in copies)
                 harness.require(same, f"{case}: the replicas of {name} differ")
         if world.first:
@@ -378,14 +378,14 @@ def predicted_ms(alone: float, ms: float, gpus: int, more: int, ids: int = 0) ->
 def share(batch: Batch, rank: int, size: int) -> Batch:
     """The samples of a process in a batch of all, ``size`` of each."""
     mine = slice(size * rank, size * (rank + 1))
-    own = replace(
+    part = replace(
         batch,
         dense=batch.dense[:, mine].clone(),
         labels=batch.labels[mine].clone(),
         total=batch.size,
     )
     if batch.bag_sizes is None:
-        return replace(own, ids=batch.ids[:, mine].clone())
+        return replace(part, ids=batch.ids[:, mine].clone())
 
     offsets, bounds = fixed_bags(batch.bag_sizes, size, batch.ids.device)
     tables = batch.ids.split([length * batch.size for length in batch.bag_sizes])
@@ -393,4 +393,4 @@ def share(batch: Batch, rank: int, size: int) -> Batch:
         table.view(batch.size, length)[mine].flatten()
         for table, length in zip(tables, batch.bag_sizes, strict=True)
     ]
-    return replace(own, ids=torch.cat(ids), offsets=offsets, bounds=bounds)
+    return replace(part, ids=torch.cat(ids), offsets=offsets, bounds=bounds)

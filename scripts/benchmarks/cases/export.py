@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     """Measure every model at every batch size."""
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    rows = [max(3, own // options.shrink) for own in KAGGLE_CARDINALITIES]
+    rows = [max(3, size // options.shrink) for size in KAGGLE_CARDINALITIES]
     record.note(threads=options.threads, rounds=options.rounds, rows=sum(rows))
 
     with tempfile.TemporaryDirectory() as work:
@@ -122,8 +122,8 @@ def export(name: str, rows: Sequence[int], directory: Path) -> dict[str, Any]:
     compile_program(program, directory / compiled_file("cpu"), "cpu")
 
     weights = program.state_dict
-    tables = sum(value.nbytes for own, value in weights.items() if own.startswith("tables."))
-    save_file({own: value.contiguous() for own, value in weights.items()}, directory / WEIGHTS)
+    tables = sum(value.nbytes for key, value in weights.items() if key.startswith("tables."))
+    save_file({key: value.contiguous() for key, value in weights.items()}, directory / WEIGHTS)
     disk = sum(path.stat().st_size for path in directory.iterdir())
 
     command = [sys.executable, "-c", LOAD, str(directory)]
@@ -183,10 +183,10 @@ def _mlp(*sizes: int) -> nn.Sequential:
 
 def peers(rows: Sequence[int]) -> Iterator[tuple[str, Score]]:
     """The same model in plain PyTorch, and with FBGEMM's bags if they are installed."""
-    bags = [nn.EmbeddingBag(own, DIM, mode="sum") for own in rows]
+    bags = [nn.EmbeddingBag(size, DIM, mode="sum") for size in rows]
 
     def plain(ids: Tensor) -> Tensor:
-        return torch.stack([bag(own[:, None]) for bag, own in zip(bags, ids, strict=True)], 1)
+        return torch.stack([bag(column[:, None]) for bag, column in zip(bags, ids, strict=True)], 1)
 
     yield "PyTorch, fp32", Plain(plain, len(rows)).eval()
     packed = [torch.ops.quantized.embedding_bag_byte_prepack(bag.weight.detach()) for bag in bags]
@@ -212,7 +212,7 @@ def _fbgemm(rows: Sequence[int], precision: str) -> Callable[[Tensor], Tensor]:
     )
 
     where, kind = EmbeddingLocation.HOST, SparseType[precision]
-    specs = [(str(table), own, DIM, kind, where) for table, own in enumerate(rows)]
+    specs = [(str(table), size, DIM, kind, where) for table, size in enumerate(rows)]
     bags = IntNBitTableBatchedEmbeddingBagsCodegen(
         specs, device="cpu", output_dtype=SparseType.FP32
     )
@@ -242,9 +242,9 @@ def latencies(
                 times[name].append((time.perf_counter() - begin) * 1e3)
     return {
         name: {
-            "p50_ms": float(np.percentile(own, 50)),
-            "p99_ms": float(np.percentile(own, 99)),
-            "best_ms": min(own),
+            "p50_ms": float(np.percentile(spent, 50)),
+            "p99_ms": float(np.percentile(spent, 99)),
+            "best_ms": min(spent),
         }
-        for name, own in times.items()
+        for name, spent in times.items()
     }

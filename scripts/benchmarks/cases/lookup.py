@@ -149,7 +149,7 @@ class Setup:
         shape = (ids[0].shape[1], len(self.rows), self.dim)
         dtype = self.weight.dtype
         self.grads = [torch.randn(shape, device=self.device).to(dtype) for _ in ids]
-        self.flat = [(own.long() + self.starts[:, None]).t().flatten() for own in ids]
+        self.flat = [(batch.long() + self.starts[:, None]).t().flatten() for batch in ids]
         self.plans = [sort_rows(flat, len(self.weight)) for flat in self.flat]
         self.distinct = sum(flat.unique().numel() for flat in self.flat) / len(ids)
 

@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
         record.add(row)
 
         if options.profile:
-            run = lambda i, own=batches: step(own[i % INPUTS])  # noqa: E731
+            run = lambda i, drawn=batches: step(drawn[i % INPUTS])  # noqa: E731
             found = harness.kernel_milliseconds(run, steps=5)
             print(f"{found['kernel_ms']:9.4f} ms a step in {found['launches']} launches")
             for name, spent in list(found["kernels"].items())[:KERNELS]:
@@ -114,8 +114,8 @@ def make_step(rows: Sequence[int], device: str, mode: str) -> TrainStep:
     parts = model.dense_parameters(), model.sparse_arch.parameters()
     specs = optimizer_specs(OptimConfig(**config["optim"]))
     optimizers = [
-        RowOptimizer(own, rule, lr=lr, **options)
-        for own, (rule, lr, options) in zip(parts, specs, strict=True)
+        RowOptimizer(part, rule, lr=lr, **options)
+        for part, (rule, lr, options) in zip(parts, specs, strict=True)
     ]
     return TrainStep(model, optimizers, precision=config["precision"], mode=mode)
 

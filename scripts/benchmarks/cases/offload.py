@@ -129,7 +129,7 @@ def measure_one(
         generators = (
             torch.Generator(options.device).manual_seed(next(seeds)) for _ in range(count)
         )
-        return [draw_batch(rows, size, options.device, generator=own) for own in generators]
+        return [draw_batch(rows, size, options.device, generator=g) for g in generators]
 
     ahead = VARIANTS[variant][2]
     losses = [
@@ -167,11 +167,11 @@ def step_of(
     variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str, dtype: str
 ) -> tuple[DLRM, TrainStep]:
     """A model on the device whose tables from ``threshold`` rows on are of a kind."""
-    kind, own, _ = VARIANTS[variant]
+    kind, more, _ = VARIANTS[variant]
     shape = SHAPES["terabyte" if options.large else "kaggle"]
     dim = options.dim or shape.dim
     plan = make_table_plan(
-        NAMES, rows, dim, kind, threshold=options.threshold, options={kind: own} if own else {}
+        NAMES, rows, dim, kind, threshold=options.threshold, options={kind: more} if more else {}
     )
     torch.manual_seed(0)
     with torch.device(options.device):
@@ -209,9 +209,9 @@ def _wait(device: str) -> None:
 def measure_table(options: argparse.Namespace, rule: str, dtype: str) -> dict[str, Any]:
     """Look-up, backward and update of one offloaded table, its rows fetched ahead."""
     dim, device = options.dim or 128, options.device
-    own: dict[str, Any] = {"dtype": dtype} if dtype in BITS else {}
+    packed: dict[str, Any] = {"dtype": dtype} if dtype in BITS else {}
     with torch.device(device):
-        group = Offload([TABLE_ROWS], dim, cache_share=TABLE_SHARE, check_ids=False, **own)
+        group = Offload([TABLE_ROWS], dim, cache_share=TABLE_SHARE, check_ids=False, **packed)
     if dtype == "bf16":
         group.bfloat16()
 

@@ -140,10 +140,10 @@ def step_of(
 ) -> tuple[DLRM, TrainStep]:
     """The model, its 7 largest tables of the kind (tt at rank 32), and its step."""
     torch.manual_seed(0)
-    shape, own = SHAPES[case.model], {case.kind: KIND_OPTIONS.get(case.kind, {})}
+    shape, kinds = SHAPES[case.model], {case.kind: KIND_OPTIONS.get(case.kind, {})}
     sizes = {"budget": budget} if case.kind == AUTO else {"largest": 7}
     ids = KnownIds(counts=lambda: expected_counts(tuple(rows), PLANNED))
-    plan = make_table_plan(NAMES, rows, shape.dim, case.kind, options=own, ids=ids, **sizes)
+    plan = make_table_plan(NAMES, rows, shape.dim, case.kind, options=kinds, ids=ids, **sizes)
     with torch.device(device):
         model = DLRM(13, rows, shape.dim, plan, tables_dtype=case.dtype, **shape.options)
     return model, make_step(model, case.rule, precision=case.precision, mode=mode)

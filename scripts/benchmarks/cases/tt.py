@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     choices = product(options.cases, ("uniform", "skewed"), options.variants)
     for name, skew, variant in choices:
         case = CASES[name]
-        rows = tuple(min(own, options.rows or own) for own in case.rows)
+        rows = tuple(min(size, options.rows or size) for size in case.rows)
         lookups = min(case.lookups, options.lookups or case.lookups)
         case = replace(case, rows=rows, lookups=lookups)
         found = measure_one(case, skew, variant, options.device, bandwidth)
