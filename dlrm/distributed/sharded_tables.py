@@ -80,7 +80,7 @@ class ShardedTables(Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
         self.num_kept = tuple(num_kept or self.num_embeddings)
-        self.world, self.reads_peers = plan.world, plan.peers
+        self.world, self.opens_peer_memory = plan.world, plan.peers
         self.shardings = nn.ModuleList(
             sharding(shards, self.num_tables, plan, self.dtype is not None)
             for sharding, shards in _by_sharding(plan.shards, embedding_dim).items()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,13 @@ from dlrm.embeddings.common.row_caches import (
     CountsIds,
     PrefetchesRows,
 )
-from dlrm.embeddings.registry import available, build
+from dlrm.embeddings.registry import build
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
 from dlrm.optim import RowOptimizer
-from dlrm.sparse_arch.feature_order import FeatureOrder
-from dlrm.sparse_arch.table_plan import TablePlan, owners_of
+from dlrm.sparse_arch.feature_order import FeatureOrder, features_of_tables, group_tables
+from dlrm.sparse_arch.table_plan import TablePlan
 from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.streams import SideStream, side_stream_of
@@ -222,13 +221,13 @@ class SparseArch(nn.Module):
 
     @property
     def at_peers(self) -> bool:
-        """Whether peers read rows of tables in each other's memory."""
+        """Whether look-ups read rows in the memory of other processes."""
         return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
 
     @property
-    def reads_peers(self) -> bool:
-        """Whether the processes that hold tables read each other's memory."""
-        return any(isinstance(g, ShardedTables) and g.reads_peers for g in self.groups)
+    def opens_peer_memory(self) -> bool:
+        """Whether the processes that hold tables open memory for each other."""
+        return any(isinstance(g, ShardedTables) and g.opens_peer_memory for g in self.groups)
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
         """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``.
@@ -358,46 +357,3 @@ def _sharding_of(slots: Sequence[int], sharding: ShardingPlan | None) -> Shardin
         if shard.table in index
     ]
     return replace(sharding, shards=shards) if sharding and shards else None
-
-
-def features_of_tables(plan: TablePlan) -> dict[int, list[int]]:
-    """The features of each table, by the one that it is named after.
-
-    Raises:
-        ValueError: a feature shares the table of one that has none.
-    """
-    owners = owners_of(plan)
-    features: dict[int, list[int]] = {f: [] for f, owner in enumerate(owners) if f == owner}
-    for feature, owner in enumerate(owners):
-        if owner not in features:
-            raise ValueError(f"feature {feature} shares the table of {owner}, which has none")
-        features[owner].append(feature)
-    return features
-
-
-def group_tables(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:
-    """Group the tables that are looked up together: those of one kind with equal options, which
-    equally many features share.
-
-    Options in ``Embedding.per_table`` may differ; the group has a list of their values.
-
-    Returns:
-        The tables, the kind and the options of each group.
-    """
-    kinds = available()
-
-    def per_table(kind: str) -> frozenset[str]:
-        return kinds[kind].per_table if kind in kinds else frozenset()
-
-    members: dict[str, list[int]] = {}
-    for table, features in features_of_tables(plan).items():
-        kind, options = plan[table]
-        named = sorted(options.items())  # in whatever order they came
-        equal = [(name, None if name in per_table(kind) else value) for name, value in named]
-        members.setdefault(repr((kind, equal, len(features))), []).append(table)
-    groups = []
-    for tables in members.values():
-        kind, options = plan[tables[0]]
-        lists = {n: [plan[t][1][n] for t in tables] for n in options if n in per_table(kind)}
-        groups.append((tables, kind, {**options, **lists}))
-    return groups

@@ -1,13 +1,16 @@
-"""The order of the features: in a batch, by groups of tables, and in the vectors returned."""
+"""Groups of tables, and the order of the features in a batch, by group, and in what is returned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.common.row_caches import Ids
+from dlrm.embeddings.registry import available
+from dlrm.sparse_arch.table_plan import TablePlan, owners_of
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import offsets_of
 
@@ -92,3 +95,46 @@ class FeatureOrder(nn.Module):
         rows, tables, dim = vectors.shape
         parts = vectors.view(sharing, rows // sharing, tables, dim).permute(1, 2, 0, 3)
         return parts.reshape(rows // sharing, tables * sharing, dim)
+
+
+def features_of_tables(plan: TablePlan) -> dict[int, list[int]]:
+    """The features of each table, by the one that it is named after.
+
+    Raises:
+        ValueError: a feature shares the table of one that has none.
+    """
+    owners = owners_of(plan)
+    features: dict[int, list[int]] = {f: [] for f, owner in enumerate(owners) if f == owner}
+    for feature, owner in enumerate(owners):
+        if owner not in features:
+            raise ValueError(f"feature {feature} shares the table of {owner}, which has none")
+        features[owner].append(feature)
+    return features
+
+
+def group_tables(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:
+    """Group the tables that are looked up together: those of one kind with equal options, which
+    equally many features share.
+
+    Options in ``Embedding.per_table`` may differ; the group has a list of their values.
+
+    Returns:
+        The tables, the kind and the options of each group.
+    """
+    kinds = available()
+
+    def per_table(kind: str) -> frozenset[str]:
+        return kinds[kind].per_table if kind in kinds else frozenset()
+
+    members: dict[str, list[int]] = {}
+    for table, features in features_of_tables(plan).items():
+        kind, options = plan[table]
+        named = sorted(options.items())  # in whatever order they came
+        equal = [(name, None if name in per_table(kind) else value) for name, value in named]
+        members.setdefault(repr((kind, equal, len(features))), []).append(table)
+    groups = []
+    for tables in members.values():
+        kind, options = plan[tables[0]]
+        lists = {n: [plan[t][1][n] for t in tables] for n in options if n in per_table(kind)}
+        groups.append((tables, kind, {**options, **lists}))
+    return groups

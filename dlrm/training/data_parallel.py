@@ -55,7 +55,7 @@ class GradientReducer:
         modules = model.top_mlp, *layers, model.bottom_mlp
         self._parts = [[*module.parameters()] for module in modules]
         self._side = side_stream_of(self._parts[0][0].device, "gradients")
-        self._link = PeerExchange(world) if model.sparse_arch.reads_peers else None
+        self._link = PeerExchange(world) if model.sparse_arch.opens_peer_memory else None
         self._embeddings = [p for p in model.sparse_arch.parameters() if p not in self.local]
         self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
         self.drop_gradients()

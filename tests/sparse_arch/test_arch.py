@@ -7,7 +7,8 @@ from dlrm.data.batch import Batch
 from dlrm.embeddings import available
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.optim import RowOptimizer
-from dlrm.sparse_arch.arch import SparseArch, group_tables
+from dlrm.sparse_arch.arch import SparseArch
+from dlrm.sparse_arch.feature_order import group_tables
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.prefetch import make_prefetcher
 
