@@ -17,7 +17,7 @@ from ...utils.messages import did_you_mean
 from . import codes
 from .bad_rows import BadRow, BadValue
 from .codes import find_negative
-from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
+from .column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart, yaml_line
 from .columns import FEW_BUCKETED, Column, ColumnPlan
 from .csv_layout import no_header_hint
 from .files import ParquetPart, RawFile
@@ -166,6 +166,8 @@ def _known_labels(
     sample: Mapping[str, pa.Array], given: Mapping[str, ColumnOptions], options: TableOptions
 ) -> NDArray[np.uint8] | None:
     """The labels of the first rows, if all are 0 or 1."""
+    if options.positive is not None and options.negative is None:
+        options = replace(options, negative=(ALL_OTHERS,))  # what counts as 0 is found later
     name = next(name for name, own in given.items() if own.kind == "label")
     with suppress(BadValue, KeyError):
         found = codes.labels(sample[name], name, codes.label_rule(options, name))

@@ -308,6 +308,12 @@ def test_a_number_is_bucketed_if_the_missing_ones_tell_of_the_label(tmp_path):
     _, plain = plan_rows(path, columns={"tells": "number"})  # as it is given
     assert not plain.columns[2].options.bucketed
 
+    columns["label"] = np.where(label, "yes", "no")
+    _, named = plan_rows(write_rows(tmp_path / "named.csv", columns), positive="yes")
+    assert [column.why for column in named.columns[1:]] == [
+        column.why for column in plan.columns[1:]
+    ]
+
 
 def test_of_many_numbers_with_gaps_those_that_tell_most_are_bucketed(tmp_path):
     rng = np.random.default_rng(0)
