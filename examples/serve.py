@@ -165,8 +165,8 @@ class Service:
         """Answer GET /health: 503 if the server is about to end, so no more requests are sent."""
         manifest = self.scorer.manifest
         status = {"status": "ends" if self.draining else "ok"}
-        about = {name: manifest[name] for name in ("run", "step", "tables")}
-        return JSONResponse(status | about, 503 if self.draining else 200)
+        model = {name: manifest[name] for name in ("run", "step", "tables")}
+        return JSONResponse(status | model, 503 if self.draining else 200)
 
     async def metrics(self, _: Request) -> Response:
         """Answer GET /metrics."""

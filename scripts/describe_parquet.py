@@ -181,9 +181,9 @@ def _note_unused(path: Path, meta: Meta, dense: Sequence[str] | None) -> None:
     """Note the columns that can't be features as they are, and whole floats that look like ids."""
     _, schema = read_footer(path)
     used = {meta.label, *meta.dense, *meta.tables}
-    others = [field for field in schema if field.name not in used and not _is_usable(field.type)]
-    if others:
-        kinds = [f"{printable(field.name)} ({field.type})" for field in others]
+    unused = [field for field in schema if field.name not in used and not _is_usable(field.type)]
+    if unused:
+        kinds = [f"{printable(field.name)} ({field.type})" for field in unused]
         print_error(
             f"note: columns that are left out: {listing(kinds)}; scripts/prepare_table.py makes "
             "features of texts, times and lists of texts"

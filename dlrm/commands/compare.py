@@ -78,8 +78,8 @@ def read(runs: list[Path]) -> pd.DataFrame:
     """
     runs = [run for path in runs for run in _runs_in(path)]
     finished = [run for run in runs if (run / RESULT).is_file()]
-    if others := [str(run) for run in runs if run not in finished]:
-        reason = f"no {RESULT} in {', '.join(others)}: not a run directory, or not finished"
+    if unfinished := [str(run) for run in runs if run not in finished]:
+        reason = f"no {RESULT} in {', '.join(unfinished)}: not a run directory, or not finished"
         if not finished:
             raise FileNotFoundError(reason)
         print_error(f"left out: {reason}")
@@ -228,9 +228,9 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
         unused.remove()
 
     # A kind has the same color in all of them.
-    others = sorted(set(summary["emb"]) - {"dense"})
+    kinds = sorted(set(summary["emb"]) - {"dense"})
     for axes, data in zip(panels, sets, strict=True):
-        _draw_data(axes, summary[summary["data"] == data], metric, others)
+        _draw_data(axes, summary[summary["data"] == data], metric, kinds)
         if len(sets) > 1:
             axes.set_title(data)
 
@@ -245,20 +245,20 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     return figure
 
 
-def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, others: Sequence[str]) -> None:
+def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, kinds: Sequence[str]) -> None:
     """Plot the runs on one data set; ``others`` are all kinds but dense."""
     shown = summary.dropna(subset=metric).sort_values("MB")
     for kind, points in shown.groupby("emb"):
         dense = kind == "dense"
 
-        place = 0 if dense else others.index(kind)
-        second = place >= 10  # there are ten colors
+        position = 0 if dense else kinds.index(kind)
+        second = position >= 10  # there are ten colors
         axes.errorbar(
             points["MB"],
             points[metric],
             yerr=points[f"{metric} std"].fillna(0.0),
             fmt="*" if dense else "s--" if second else "o-",
-            color="k" if dense else f"C{place}",
+            color="k" if dense else f"C{position}",
             markersize=11 if dense else 5,
             zorder=3 if dense else 2,
             capsize=3,

@@ -90,14 +90,14 @@ class FollowingRun(Run):
         from dlrm.export.days import export_day, in_own_process
 
         run, day = self.checkpoints.run, self.train_data.path.name
-        given = self.directory, run, self.steps, directory, day
-        self.checkpoints.writer.then(partial(in_own_process, export_day, *given))
+        arguments = self.directory, run, self.steps, directory, day
+        self.checkpoints.writer.then(partial(in_own_process, export_day, *arguments))
 
     # The next day -----------------------------------------------------------------------------
 
     def _next_day(self) -> Path | None:
         """Wait for the next day; None if there is none, and the run is not to wait."""
-        wait, after, told = self.config.follow_wait, self.train_data.path.name, False
+        wait, after, noted = self.config.follow_wait, self.train_data.path.name, False
         self._past.add(after)
         while True:
             # The first process looks, so that all go to the same day.
@@ -117,9 +117,9 @@ class FollowingRun(Run):
             if not wait:
                 self._say(f"{what}: the run ends; --resume {self.directory} continues it")
                 return None
-            if not told:
+            if not noted:
                 self._say(f"{what}: looking again every {wait} s")
-                told = True
+                noted = True
             self._pause(wait)
 
     def _note_left_out(self, current: str) -> None:

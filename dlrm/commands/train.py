@@ -116,9 +116,9 @@ class Run:
         self.schedule.fine_tune = self.progress.fine_tune
         self.step.losses.load(self.progress.losses)
 
-        step, place = self.progress.steps if resumed else None, self.checkpoints.directory
-        self.finished = world.from_first(lambda: tracking.finished(place, step, self.options))
-        self.tracker = tracking.Tracker(place, step=step, active=world.first and not self.finished)
+        step, path = self.progress.steps if resumed else None, self.checkpoints.directory
+        self.finished = world.from_first(lambda: tracking.finished(path, step, self.options))
+        self.tracker = tracking.Tracker(path, step=step, active=world.first and not self.finished)
         self._print_plan(resolved, spec, sharding.text if sharding else "")
 
     @property
@@ -269,9 +269,9 @@ class Run:
         self.tracker.log(self.steps, final)
         final |= tracking.named("val", val)  # logged when it was evaluated
         made = {"steps": self.steps, "batch_size": self.loaders.batch_size}
-        about = made | report.about(self.train_data.meta, self.checkpoints.spec["plan"])
+        metadata = made | report.about(self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())
-        self.tracker.finish(self.options, final, changed, **about)
+        self.tracker.finish(self.options, final, changed, **metadata)
         self._say(report.summary(final, self.directory, kept=self.config.checkpoint))
         return final
 

@@ -110,12 +110,12 @@ def _plan_with_state(
 ) -> TablePlan:
     """The plan of tables that fit into a budget together with the state of their optimizer."""
     rule, dim = config.optim.embeddings, config.model.embedding_dim
-    given = {name: v for name, v in config.optim.rule_options.items() if name in OPTIONS[rule]}
+    options = {name: v for name, v in config.optim.rule_options.items() if name in OPTIONS[rule]}
 
     def trained_bytes(plan: TablePlan, dtype: str) -> int:
         with torch.device("meta"):
             arch = SparseArch(meta.cardinalities, dim, plan, dtype=dtype)
-            state = RowOptimizer(arch.parameters(), rule, lr=0.0, **given)
+            state = RowOptimizer(arch.parameters(), rule, lr=0.0, **options)
         rows = sum(sum(table.values()) for table in arch.footprint())
         return rows + state.state_bytes(arch.parameters())
 
@@ -167,8 +167,8 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
     # Nobody knows how many rows dense tables of hashed ids would have.
     dim = spec["embedding_dim"]
     without = 4 * dim / row_bytes(dim, config.tables_dtype)
-    known = max(spec["num_embeddings"]) < MANY_IDS
-    if config.emb not in UNCOMPRESSED and known and compression <= without:
+    bounded = max(spec["num_embeddings"]) < MANY_IDS
+    if config.emb not in UNCOMPRESSED and bounded and compression <= without:
         why = "its tables are no smaller than dense ones; try --budget 10x"
         if config.budget:
             why = "dense tables fit into --budget; lower it"

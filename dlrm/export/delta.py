@@ -166,9 +166,9 @@ def _ids_of_tables(prefix: str, weights: Mapping[str, Tensor]) -> list[Tensor]:
     return [ids[(columns == table) & (ids != EMPTY)] ^ salt for table, salt in salts]
 
 
-def _without(ids: Tensor, others: Tensor) -> Tensor:
+def _without(ids: Tensor, removed: Tensor) -> Tensor:
     """The ids that are not among others, ascending."""
-    ids = ids[(ids != EMPTY) & ~torch.isin(ids, others)]
+    ids = ids[(ids != EMPTY) & ~torch.isin(ids, removed)]
     return ids.sort().values
 
 

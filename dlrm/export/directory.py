@@ -306,13 +306,13 @@ def read_manifest(export: Path) -> dict[str, Any]:
         raise ValueError(f"{export} has no {MANIFEST}: name an export")
     manifest = read_json(path)
     try:
-        known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
+        readable = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
         used = (WEIGHTS, PROGRAM, *manifest["compiled"].values())
-        known &= all(isinstance(manifest["files"][name]["sha256"], str) for name in used)
-        known &= isinstance(manifest["tables"], str)
+        readable &= all(isinstance(manifest["files"][name]["sha256"], str) for name in used)
+        readable &= isinstance(manifest["tables"], str)
     except (LookupError, TypeError, AttributeError):
-        known = False
-    if not known:
+        readable = False
+    if not readable:
         raise ValueError(f"{path} is damaged, or of another format: restore it, or export in full")
     return dict(manifest)
 

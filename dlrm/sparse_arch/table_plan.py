@@ -146,9 +146,9 @@ def _require_known_ids(
 
 def _require_any_order(kinds: Sequence[str]) -> None:
     """Raise for kinds that need ids in order of falling frequency."""
-    known = available()
+    classes = available()
     for kind in kinds:
-        if kind == AUTO or known[kind].by_frequency:
+        if kind == AUTO or classes[kind].by_frequency:
             raise ValueError(
                 f"--emb {kind} needs ids in order of falling frequency, but values of later days "
                 "were appended to these (--append-new): choose another kind, such as dense, tt or "
@@ -304,8 +304,8 @@ def _check_names(
     for name in kinds:
         if name not in names:
             raise ValueError(f"tables.kinds names table {name!r}; the data has {', '.join(names)}")
-    for kind_name, given in options.items():
-        for key, value in given.items():
+    for kind_name, values in options.items():
+        for key, value in values.items():
             for name in value if isinstance(value, Mapping) else ():
                 if name not in (*names, "default"):
                     raise ValueError(
@@ -329,8 +329,8 @@ def _left_of(
             "knows how many there are: give bytes, such as --budget 20MB"
         )
     limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
-    others = (rows for table, rows in enumerate(num_embeddings) if table not in chosen)
-    dense = row_bytes(embedding_dim, dtype) * sum(others)
+    dense_rows = (rows for table, rows in enumerate(num_embeddings) if table not in chosen)
+    dense = row_bytes(embedding_dim, dtype) * sum(dense_rows)
     if dense > limit or (chosen and dense == limit):
         raise ValueError(
             f"--budget {budget} is {limit:,} bytes, of which dense tables take {dense:,}, so none "

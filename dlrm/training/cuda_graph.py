@@ -204,10 +204,10 @@ class StepGraphs:
             static.ids[: batch.ids.numel()].copy_(batch.ids)
             assert batch.offsets is not None
             static.offsets.copy_(batch.offsets)
-        for known, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
-            targets += known.tensors
+        for captured, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
+            targets += captured.tensors
             sources += lookups.tensors
-            orders += [None] * len(known.tensors)
+            orders += [None] * len(captured.tensors)
         copy_together(targets, sources, orders)
 
         own_weights, weights = static.weights, batch.weights

@@ -89,6 +89,6 @@ def hparams_row(
     """
     shown = {name: options.get(name) for name in OPTIONS}
     shown = {name: x if type(x) is int else str(x or "") for name, x in shown.items()}
-    others = [f"{name}={x}" for name, x in changed.items() if name not in OPTIONS]
+    rest = [f"{name}={x}" for name, x in changed.items() if name not in OPTIONS]
     metrics = {tag(name): results[name] for name in RESULTS if name in results}
-    return hparams(shown | {"options": " ".join(others)}, metrics)
+    return hparams(shown | {"options": " ".join(rest)}, metrics)

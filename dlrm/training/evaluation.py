@@ -125,10 +125,10 @@ def _note_other_tables(model: DLRM, meta: Meta) -> None:
     The ids of two preparations stand for different values.
     """
     pairs = zip(meta.tables, meta.cardinalities, model.sparse_arch.num_embeddings, strict=False)
-    others = [f"{name} {rows:,} and not {size:,}" for name, rows, size in pairs if rows != size]
-    if others:
-        text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    sizes = [f"{name} {rows:,} and not {size:,}" for name, rows, size in pairs if rows != size]
+    if sizes:
+        text = ", ".join(sizes[:3]) + (", ..." if len(sizes) > 3 else "")
         print_error(
-            f"note: {len(others)} tables of the data differ in size from the model's ({text}): was "
+            f"note: {len(sizes)} tables of the data differ in size from the model's ({text}): was "
             "it prepared separately? A preparation with --ids-of gives rows the ids of earlier data"
         )

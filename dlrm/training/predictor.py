@@ -286,14 +286,14 @@ def rows_at_once(model: DLRM, device: torch.device) -> int:
     return min(GPU_BATCH_SIZE, max(BATCH_SIZE, 1 << fit.bit_length() - 1))
 
 
-def on_host(logits: torch.Tensor, *others: torch.Tensor) -> list[NDArray[np.float32]]:
+def on_host(logits: torch.Tensor, *tensors: torch.Tensor) -> list[NDArray[np.float32]]:
     """The probabilities of ``logits [n]``, and other values as they are, in host memory.
 
     Raises:
         ValueError: a logit is not finite.
     """
     metrics.require_finite_logits(logits)
-    return [values.cpu().numpy() for values in (metrics.sigmoid(logits).float(), *others)]
+    return [values.cpu().numpy() for values in (metrics.sigmoid(logits).float(), *tensors)]
 
 
 def require_new_names(output: Collection[str]) -> None:

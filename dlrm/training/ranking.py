@@ -149,11 +149,11 @@ def group_areas(
     below = 2 * (ties.negatives.cumsum(0) - before) - ties.negatives
     ordered, pairs = by_group(ties.positives * below), positives * negatives
 
-    known = pairs > 0
+    has_pairs = pairs > 0
     return GroupAreas(
-        groups=distinct[known],
-        rows=(positives + negatives)[known],
-        areas=(ordered[known].double() / (2 * pairs[known])).clamp(0, 1),
-        one_class=int((~known).sum()),
+        groups=distinct[has_pairs],
+        rows=(positives + negatives)[has_pairs],
+        areas=(ordered[has_pairs].double() / (2 * pairs[has_pairs])).clamp(0, 1),
+        one_class=int((~has_pairs).sum()),
         without_group=int((~inside).sum()),
     )

@@ -218,15 +218,15 @@ def summary(metrics: Mapping[str, float], directory: Path, *, kept: bool = True)
         what = "the result" if kept else "not kept without --checkpoint"
         lines.append(f"best validation    at step {metrics['best_step']:,.0f}, {what}")
     for group, names in GROUPS.items():
-        known = [(name, key) for name in names if (key := f"{group}/{name}") in metrics]
-        if known:
-            texts = [f"{words(name)} {with_unit(key, metrics[key])}" for name, key in known]
+        logged = [(name, key) for name in names if (key := f"{group}/{name}") in metrics]
+        if logged:
+            texts = [f"{words(name)} {with_unit(key, metrics[key])}" for name, key in logged]
             lines.append(f"{group:<18} " + ", ".join(texts))
     if metrics.get("test/auc", 0) >= TOO_GOOD and "test/best_possible_auc" not in metrics:
         lines.append(
             "note: a test AUC this close to 1 is seldom true: was a column made from the label, or "
             "known only after it? Then leave it out"
         )
-    place, above = printable(directory), printable(directory.parent)
-    lines.append(f"results in {place}; tensorboard --logdir {above}")
+    shown, above = printable(directory), printable(directory.parent)
+    lines.append(f"results in {shown}; tensorboard --logdir {above}")
     return "\n".join(lines)

@@ -75,8 +75,8 @@ def named(path: str | Path) -> tuple[Path | None, str]:
     if not is_one and is_run(path):
         run, which = path, LATEST
     elif not is_one:  # a damaged one, or a name from the index
-        known = which in (LATEST, BEST) or (step_of(path) and os.path.lexists(path))
-        if not inside or not known:
+        is_checkpoint = which in (LATEST, BEST) or (step_of(path) and os.path.lexists(path))
+        if not inside or not is_checkpoint:
             runs = [str(inner) for inner in _entries(path) if is_run(inner)]
             hint = f", such as {listing(runs[::-1], 5)}" if runs else " or one in its checkpoints/"
             raise FileNotFoundError(f"{path} is not a checkpoint: name a run directory{hint}")

@@ -145,8 +145,8 @@ class TrainStep:
         if batch.offsets is None:
             return True
         ragged = batch.bag_sizes is None
-        known = self.model.sparse_arch.captures_bags(ragged=ragged)
-        return known and batch.size > 0 and not (ragged and self.reducer is not None)
+        capturable = self.model.sparse_arch.captures_bags(ragged=ragged)
+        return capturable and batch.size > 0 and not (ragged and self.reducer is not None)
 
     @contextmanager
     def context(self, prepared: PreparedBatch, norms: bool) -> Iterator[LookupContext]:

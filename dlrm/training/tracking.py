@@ -137,9 +137,9 @@ class Tracker:
 
         means = {}
         for name in days[-1].keys() - {"step", "day"}:
-            known = [day[name] for day in days if day.get(name) is not None]
-            if known:
-                means[f"days/{name}"] = math.fsum(known) / len(known)
+            values = [day[name] for day in days if day.get(name) is not None]
+            if values:
+                means[f"days/{name}"] = math.fsum(values) / len(values)
         return dict(sorted(means.items()))
 
     def logged_days(self) -> list[dict[str, Any]]:

@@ -26,10 +26,10 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() and find_spec("triton") else "cpu"
     try:
         device = torch.device(name)
-        known = device.type in ("cpu", "cuda")
+        usable = device.type in ("cpu", "cuda")
     except RuntimeError:
-        known = False
-    if not known:
+        usable = False
+    if not usable:
         raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1")
     if device.type == "cpu":
         return device
@@ -71,10 +71,10 @@ def _gpu_of_process(device: torch.device, name: str) -> torch.device:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on any device."""
-    known = (MemoryError, torch.OutOfMemoryError)
+    of_memory = (MemoryError, torch.OutOfMemoryError)
     # The second text is for 2**63 bytes, the last for a size of 2**63.
     texts = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
-    return isinstance(error, known) or any(text in str(error) for text in texts)
+    return isinstance(error, of_memory) or any(text in str(error) for text in texts)
 
 
 def free_memory(device: torch.device) -> int:

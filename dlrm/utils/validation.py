@@ -175,14 +175,14 @@ def _mistake(error: Any, kind: Any) -> str:
     return f"{name} is {shown(value)}, {rule}" if name else rule
 
 
-def _dotted(place: Sequence[int | str]) -> str:
-    name = ".".join(map(str, place))
+def _dotted(location: Sequence[int | str]) -> str:
+    name = ".".join(map(str, location))
     return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
 
 
-def _type_at(kind: Any, place: Sequence[int | str]) -> Any:
+def _type_at(kind: Any, location: Sequence[int | str]) -> Any:
     """The dataclass of the values at a place in values of a type."""
-    for key in place:
+    for key in location:
         if not is_dataclass(kind):  # but a mapping or a list of them
             kind = _dataclass_in(kind)
             continue

@@ -208,8 +208,8 @@ def prepare_logs(output: Path) -> list[Path]:
         directory = output / options.stem
         if not (directory / META_FILE).is_file():
             print(f"\n{options.stem}", flush=True)
-            given = [str(options.with_suffix(".parquet")), "--output", str(directory)]
-            if prepare_table.main([*given, "--config", str(options)]):
+            arguments = [str(options.with_suffix(".parquet")), "--output", str(directory)]
+            if prepare_table.main([*arguments, "--config", str(options)]):
                 raise ChildProcessError(f"{options.stem} could not be prepared, as said above")
         made.append(directory)
     return made

@@ -126,17 +126,17 @@ def prepare_log(name: str, options: Namespace) -> Path:
     if name == DRIFT:
         table = drifting()
         kinds = {c: "number" if c == "price" else "category" for c in table.column_names}
-        given: dict[str, Any] = {"columns": kinds | {"label": "label"}}
+        content: dict[str, Any] = {"columns": kinds | {"label": "label"}}
     else:
         table = pq.read_table(options.tables / f"{name}.parquet")
-        given = yaml.safe_load((options.tables / f"{name}.yaml").read_text())
+        content = yaml.safe_load((options.tables / f"{name}.yaml").read_text())
     directory.mkdir(parents=True, exist_ok=True)
     raw, config = directory / "rows.parquet", directory / "rows.yaml"
     pq.write_table(table.slice(0, options.rows), raw)
 
     # Hashed ids have no rates, so that no kind has them here.
     split = {"train": "1", "val": "0", "test": "0"}
-    config.write_text(yaml.safe_dump({**given, "split": split, "rates": False}))
+    config.write_text(yaml.safe_dump({**content, "split": split, "rates": False}))
     with redirect_stdout(StringIO()):
         if prepare_table.main([str(raw), "--output", str(whole), "--config", str(config)]):
             raise ChildProcessError(f"{name} could not be prepared, as said above")
@@ -189,10 +189,10 @@ def new_ids(
     # In order of falling frequency; the last id is that of all other values.
     counts = np.bincount(first, minlength=column.cardinality)
     order = np.argsort(-counts, kind="stable")
-    known = int((counts > 0).sum())
-    of_id = np.full(column.cardinality, known, np.int32)
-    of_id[order[:known]] = np.arange(known)
-    return replace(column, cardinality=known + 1, oov_id=known), of_id.__getitem__
+    seen = int((counts > 0).sum())
+    of_id = np.full(column.cardinality, seen, np.int32)
+    of_id[order[:seen]] = np.arange(seen)
+    return replace(column, cardinality=seen + 1, oov_id=seen), of_id.__getitem__
 
 
 def write_day(
@@ -217,18 +217,18 @@ def runs_on(log: str, dense_bytes: int, options: Namespace) -> dict[str, dict[st
     """The runs on a log, by their names."""
     runs = {}
     plain = ["dense", *(kind for kind in options.kinds if kind == FIRST)]
-    others = [kind for kind in options.kinds if kind not in plain]
-    points = [(kind, 1.0) for kind in plain] + list(product(others, options.ratios))
+    compressed = [kind for kind in options.kinds if kind not in plain]
+    points = [(kind, 1.0) for kind in plain] + list(product(compressed, options.ratios))
     for seed, (kind, ratio) in product(range(options.seeds), points):
         name, *more = kind.split(",")
         name, _, sort = name.partition("@")
         emb, _, dtype = name.partition(":")
         sort = sort or {"dynamic": HASHES, FIRST: FIRST}.get(emb, ALL)
-        given = [f"--follow={(options.work / log / sort).resolve()}", f"--seed={seed}"]
-        given += [f"--emb={'dense' if emb == FIRST else emb}", *(f"--{o}" for o in more)]
-        given += [f"--tables.dtype={dtype}"] if dtype else []
-        given += [] if kind in plain else [f"--budget={int(dense_bytes / ratio)}"]
-        run = {"log": log, "kind": kind, "ratio": ratio, "seed": seed, "given": given}
+        flags = [f"--follow={(options.work / log / sort).resolve()}", f"--seed={seed}"]
+        flags += [f"--emb={'dense' if emb == FIRST else emb}", *(f"--{o}" for o in more)]
+        flags += [f"--tables.dtype={dtype}"] if dtype else []
+        flags += [] if kind in plain else [f"--budget={int(dense_bytes / ratio)}"]
+        run = {"log": log, "kind": kind, "ratio": ratio, "seed": seed, "given": flags}
         runs[re.sub(r"[^\w.]+", "-", f"{log}-{kind}-{ratio:g}-{seed}")] = run
     return runs
 
@@ -318,8 +318,8 @@ def compare_days(options: Namespace) -> None:
         """Write what has finished."""
         results = [row_of(run, options.runs / n) for n, run in runs.items() if runner.finished(n)]
         summary = summarize(results)
-        given = {"options": options.options, "days": options.days}
-        record.note(**given, results=results, summary=summary)
+        settings = {"options": options.options, "days": options.days}
+        record.note(**settings, results=results, summary=summary)
         return summary
 
     print(*runner.train([RunSpec(name, run["given"]) for name, run in runs.items()], save=report))

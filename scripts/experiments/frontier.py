@@ -112,10 +112,10 @@ def rate_of(kind: str, rates: Mapping[str, float]) -> float | None:
     return rates.get(kind, rates.get(kind.partition(":")[0]))
 
 
-def prepared(given: Sequence[Path]) -> dict[str, Path]:
+def prepared(paths: Sequence[Path]) -> dict[str, Path]:
     """The prepared directories that the user named, and those in directories of them, by name."""
     found: dict[str, Path] = {}
-    for path in given:
+    for path in paths:
         inside = sorted(meta.parent for meta in path.glob(f"*/{META_FILE}"))
         for each in [path] if (path / META_FILE).is_file() or not inside else inside:
             if found.setdefault(each.name, each) != each:
@@ -150,14 +150,14 @@ def publish(
         harness.write(options.json, {**report, "results": results})
 
 
-def require_kinds(given: Sequence[str]) -> None:
+def require_kinds(kinds: Sequence[str]) -> None:
     """Check kinds, which may end in a type.
 
     Raises:
         ValueError: a kind or type is unknown.
     """
     valid = ["auto", CACHED, *available()]
-    for each in given:
+    for each in kinds:
         kind, typed, dtype = each.partition(":")
         if kind not in valid:
             raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
@@ -183,14 +183,14 @@ def runs_on(
     data: Path, options: argparse.Namespace, rates: Mapping[str, float], prefix: str
 ) -> list[RunSpec]:
     """The runs on prepared data: of each kind and ratio, one for each seed."""
-    rows, given = sum(Meta.read(data).cardinalities), f"--data={data.resolve()}"
+    rows, data_flag = sum(Meta.read(data).cardinalities), f"--data={data.resolve()}"
     points = [("dense", 1.0), *product(options.kinds, options.ratios)]
     runs = [
         point(kind, ratio, seed, rate_of(kind, rates), rows)
         for seed in range(options.seeds)
         for kind, ratio in points
     ]
-    return [RunSpec(f"{prefix}{name}", [*run_options, given]) for name, run_options in runs]
+    return [RunSpec(f"{prefix}{name}", [*run_options, data_flag]) for name, run_options in runs]
 
 
 def compare_kinds(options: argparse.Namespace) -> None:
@@ -221,13 +221,13 @@ def compare_kinds(options: argparse.Namespace) -> None:
     trees = {name: read_json(file)["results"][0] for name, file in files.items() if file.is_file()}
     for name, scores in trees.items():
         print(f"trees on {name}: AUC {scores['auc']:.4f}, log loss {scores['log_loss']:.4f}")
-    first, *others = data.values()
+    first, *more = data.values()
     report = {
         "data": ", ".join(data),
         "config": options.config,
         "options": options.options,
         "embeddings_lr": rates,
-        "best_possible": None if others else Meta.read(first).planted.get("test"),
+        "best_possible": None if more else Meta.read(first).planted.get("test"),
         "trees": trees,
         "impossible": impossible,
     }

@@ -34,8 +34,8 @@ def build(name: str) -> str:
     """A table by the name of its mark, with a line that says where its figures come from."""
     table = TABLES[name]
     results = [read(file) for file in table["files"]]
-    given = {"metric": table["metric"]} if "metric" in table else {}
-    rows = list(getattr(table_rows, table["rows"])(*results, **given)) if "rows" in table else None
+    metric = {"metric": table["metric"]} if "metric" in table else {}
+    rows = list(getattr(table_rows, table["rows"])(*results, **metric)) if "rows" in table else None
     rows = results[0]["results"] if rows is None else rows
     if "sort" in table:
         rows.sort(key=itemgetter(*table["sort"]))
@@ -64,8 +64,8 @@ def sources(files: Sequence[str]) -> str:
     places = []
     for environment in sorted((read(file)["environment"] for file in files), key=_device):
         device = _device(environment)
-        place = f"{environment['cores']} CPU cores" if device == "cpu" else device
-        places.append(place.replace(" HBM3", ""))
+        machine = f"{environment['cores']} CPU cores" if device == "cpu" else device
+        places.append(machine.replace(" HBM3", ""))
     names = ", ".join(f"`benchmarks/{file.partition(':')[0]}.json`" for file in files)
     return f"{', '.join(dict.fromkeys(places))}; {names}."
 

@@ -63,9 +63,9 @@ def tt_alone(result: Result) -> Iterator[Mapping[str, Any]]:
     for case, (q, rank, lookups) in shapes.items():
         uniform, skewed = found[case, "uniform"], found[case, "skewed"]
         floor = max(uniform["floor_step_arithmetic_us"], uniform["floor_step_bytes_us"])
-        about = {"q": q, "rank": rank, "lookups": lookups}
+        shape = {"q": q, "rank": rank, "lookups": lookups}
         times = {"skewed": skewed["step_ms"], "floor": 1e-3 * floor}
-        yield {"reference_ms": "-", "times_reference": "-", **uniform, **times, **about}
+        yield {"reference_ms": "-", "times_reference": "-", **uniform, **times, **shape}
 
 
 def lookups(result: Result) -> Iterator[Mapping[str, Any]]:
@@ -224,8 +224,8 @@ def pivot(results: Rows, metric: str = "AUC", seeds: int = 1) -> Rows:
             return "-"
         deviation = row[f"{metric} std"]
         text = number(row[metric]) + ("" if deviation is None else f" ± {deviation:.4f}")
-        known = [row for (_, at), row in rows.items() if at == ratio and row["seeds"] >= seeds]
-        best = max((row[metric] or 0.0 for row in known), default=0.0)
+        comparable = [row for (_, at), row in rows.items() if at == ratio and row["seeds"] >= seeds]
+        best = max((row[metric] or 0.0 for row in comparable), default=0.0)
         return f"**{text}**" if ratio and row[metric] == best else text
 
     head = f"`--emb` (dense: {cell('dense', '')})"

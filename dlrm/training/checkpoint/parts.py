@@ -71,11 +71,11 @@ class Parts:
         pieces = self.pieces()
         here = {(piece.name, piece.offset): piece.values.nbytes for piece in pieces}
         everywhere = world.from_all(here)
-        sizes = {key: size for known in everywhere for key, size in known.items()}
+        sizes = {key: size for sizes_here in everywhere for key, size in sizes_here.items()}
 
         load, writers = [0] * world.size, {}
         for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-            holders = [rank for rank, known in enumerate(everywhere) if key in known]
+            holders = [rank for rank, held in enumerate(everywhere) if key in held]
             writers[key] = min(holders, key=lambda rank: (load[rank], rank))
             load[writers[key]] += sizes[key]
         return [each for each in pieces if writers[each.name, each.offset] == world.rank]

@@ -251,10 +251,10 @@ class _Undrawn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if getattr(func, "__name__", "") in self._DRAWS:
-            return given.get("tensor", args[0] if args else None)
-        return func(*args, **given)
+            return keywords.get("tensor", args[0] if args else None)
+        return func(*args, **keywords)
 
 
 def load_model(

@@ -63,7 +63,7 @@ class Stopped(BaseException):
 def write_file(
     path: Path,
     pieces: Iterable[Piece],
-    about: Mapping[str, str],
+    metadata: Mapping[str, str],
     stopped: Callable[[], bool] = bool,
 ) -> tuple[StoredFile, list[tuple[str, StoredShard]]]:
     """Write pieces to a file, and wait until they are on disk.
@@ -83,7 +83,7 @@ def write_file(
     """
     pieces = [part for piece in pieces for part in _parts(piece)]
     pieces.sort(key=lambda piece: -piece.values.itemsize)  # keeps them aligned
-    header = _header(pieces, about)
+    header = _header(pieces, metadata)
     # The header has the sizes, so that every piece has its place before any is written.
     sizes = [piece.values.nbytes for piece in pieces]
     starts = list(accumulate(sizes, initial=len(header)))
@@ -127,9 +127,9 @@ def _parts(piece: Piece) -> Iterator[Piece]:
         yield Piece(piece.name, offset, values[start : start + most])
 
 
-def _header(pieces: Sequence[Piece], about: Mapping[str, str]) -> bytes:
+def _header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
     """The header of a safetensors file: its length, then JSON, padded to align what follows."""
-    content: dict[str, Any] = {"__metadata__": dict(about)}
+    content: dict[str, Any] = {"__metadata__": dict(metadata)}
     stop = 0
     for piece in pieces:
         start, stop = stop, stop + piece.values.nbytes

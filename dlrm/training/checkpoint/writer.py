@@ -209,9 +209,9 @@ class CheckpointWriter:
         try:
             with _in_one_line(draft.path):
                 draft.temporary.mkdir(exist_ok=True)
-                about = {"format": "pt", "run": self._run, "step": str(draft.state.steps)}
+                metadata = {"format": "pt", "run": self._run, "step": str(draft.state.steps)}
                 path = draft.temporary / file_name(rank)
-                written = write_file(path, pieces, about, draft.replaced.is_set)
+                written = write_file(path, pieces, metadata, draft.replaced.is_set)
                 if first:
                     self._complete(draft, written)
                 else:
@@ -273,10 +273,10 @@ class CheckpointWriter:
                 time.sleep(POLL)
             if time.monotonic() > until:
                 raise OSError(f"{note.stem} has not been written")
-        told = json.loads(note.read_text())
-        if isinstance(told, str):
-            raise OSError(told)
-        return StoredFile(**told[0]), [(name, StoredShard(*shard)) for name, shard in told[1]]
+        content = json.loads(note.read_text())
+        if isinstance(content, str):
+            raise OSError(content)
+        return StoredFile(**content[0]), [(name, StoredShard(*shard)) for name, shard in content[1]]
 
     def _remove_old(self) -> None:
         """Remove all checkpoints but the last ones and the best one."""

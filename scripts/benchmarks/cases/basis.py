@@ -57,8 +57,8 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     sizes = GPU_SIZES if on_gpu else CPU_SIZES
     for hidden in options.hidden or sizes[0]:
         for entries in options.vocabulary or sizes[1]:
-            given = {"device": options.device, "dtype": dtype, **layer}
-            ours = BasisLinear(hidden, entries, **given)
+            shared = {"device": options.device, "dtype": dtype, **layer}
+            ours = BasisLinear(hidden, entries, **shared)
             if on_gpu:
                 record.add(compare(ours, options.tokens))
                 continue

@@ -116,8 +116,8 @@ def filled(
     with torch.device(options.device):
         sizes, room = [HASHED] * tables, int(rows / LOAD)
         group = Dynamic(sizes, options.dim, rows=room, cache_share=share, check_ids=False)
-        known = mix(torch.arange(1, rows + 1))
-    for part in known.split(max(1, CHUNK // tables)):
+        ids = mix(torch.arange(1, rows + 1))
+    for part in ids.split(max(1, CHUNK // tables)):
         group.place(part.expand(tables, -1))
     extra, begin = sum(group.num_slots) - rows * tables, -(2**40)
     if load > LOAD:  # some find their buckets full and evict others
@@ -136,10 +136,10 @@ def steps(options: argparse.Namespace, tables: int, rule: str) -> dict[str, floa
     before = group.id_counts()
     found["known"] = harness.captured_milliseconds(works_of(group, rule, batches, id))
     after = group.id_counts()
-    known = after["found"] - before["found"]
+    looked_up = after["found"] - before["found"]
     rest = after["inserted"] - before["inserted"] + after["not_placed"] - before["not_placed"]
     # At this load a rare id finds its buckets full, and has a shared row.
-    harness.require(rest <= 1 + 0.001 * known, f"{rest} look-ups of known ids found no row")
+    harness.require(rest <= 1 + 0.001 * looked_up, f"{rest} look-ups of known ids found no row")
     del group
     harness.release()
 

@@ -91,7 +91,7 @@ def measure_rows(directory: Path, options: argparse.Namespace, record: harness.R
 
     first = pq.read_metadata(directory / meta.splits["train"].files[0]).row_group(0)
 
-    about = {
+    described = {
         "rows": rows,
         "columns": [len(meta.dense), len(meta.categorical)],
         "bytes_per_row_in_batches": bytes_per_row,
@@ -99,7 +99,7 @@ def measure_rows(directory: Path, options: argparse.Namespace, record: harness.R
         "rows_per_row_group": first.num_rows,
         "compression": first.column(0).compression,
     }
-    record.note(data=about)
+    record.note(data=described)
 
 
 def measure_lists(made: Path, options: argparse.Namespace, record: harness.Record) -> None:
@@ -203,9 +203,9 @@ def make_forms(made: Path, rows: int) -> dict[str, Path]:
     )
     meta = Meta.read(forms["lists"])
     columns = [
-        replace(table, name=f"{table.name}_{place}", bag_size=None, multi_hot=False)
+        replace(table, name=f"{table.name}_{position}", bag_size=None, multi_hot=False)
         for table in meta.categorical
-        for place in range(table.bag_size or 1)
+        for position in range(table.bag_size or 1)
     ]
     rewrite(forms["lists"], forms["flat"], columns, flattened)
     columns = [replace(table, bag_size=None) for table in meta.categorical]

@@ -78,12 +78,12 @@ def measure_on_gpu(options: argparse.Namespace, work: Path, record: harness.Reco
     rows = options.rows or 45_840_617
     run_program(MAKE, *like, "--output", data, "--rows", rows, "--fractions", 0, 0, 1)
     for precision in ("fp32", "bf16"):
-        given = "--data", few, "--name", precision, "--precision", precision
-        run_program(TRAIN, *given, "--output", work, "--max_steps", 3)
+        arguments = "--data", few, "--name", precision, "--precision", precision
+        run_program(TRAIN, *arguments, "--output", work, "--max_steps", 3)
         for repeat in range(options.repeats):
-            about = {"data": "criteo", "precision": precision, "repeat": repeat}
+            described = {"data": "criteo", "precision": precision, "repeat": repeat}
             found = throughput(work / precision, data, work, options.device)
-            record.add({**about, **found}, to="runs")
+            record.add({**described, **found}, to="runs")
 
 
 def throughput(run: Path, rows: Path, work: Path, device: str) -> dict[str, Any]:

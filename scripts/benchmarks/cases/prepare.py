@@ -124,8 +124,8 @@ def measure_one(raw: Path, rows: int, work: Path, csv: bool) -> dict[str, Any]:
 
 def make_raw(directory: Path, rows: int) -> Path:
     """Write synthetic raw rows like those of Kaggle's file; returns the file."""
-    given = ("--like", "kaggle", "--format", "tsv", "--rows", rows, "--output", directory)
-    run_program("scripts/make_synthetic.py", *given)
+    arguments = ("--like", "kaggle", "--format", "tsv", "--rows", rows, "--output", directory)
+    run_program("scripts/make_synthetic.py", *arguments)
     return directory / "train.txt"
 
 

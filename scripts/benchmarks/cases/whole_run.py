@@ -68,10 +68,10 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
         for kind in options.kinds:
             caches = {name: str(work / kind / name) for name in CACHES}
             for run in range(options.runs):
-                given = [*KINDS[kind], *(f"--{option}" for option in options.train)]
-                given += ["--device", options.device]
+                flags = [*KINDS[kind], *(f"--{option}" for option in options.train)]
+                flags += ["--device", options.device]
                 config = options.tree.resolve() / "configs" / f"{options.config}.yaml"
-                found = time_run(config, data.resolve(), kind, given, work, caches)
+                found = time_run(config, data.resolve(), kind, flags, work, caches)
                 name = ("first", "second")[run] if run < 2 else f"run {run + 1}"
                 record.add({"kind": kind, "run": name, **found})
             shutil.rmtree(work / kind)
@@ -85,7 +85,7 @@ def make_data(options: argparse.Namespace, output: Path) -> Path:
 
 
 def time_run(
-    config: Path, data: Path, kind: str, given: list[str], work: Path, caches: dict[str, str]
+    config: Path, data: Path, kind: str, flags: list[str], work: Path, caches: dict[str, str]
 ) -> dict[str, Any]:
     """One run; its directory is removed.
 
@@ -99,7 +99,7 @@ def time_run(
     """
     done = run_program(
         str(config.parents[1] / "train.py"),
-        *("--config", config, "--data", data, "--emb", kind, *given),
+        *("--config", config, "--data", data, "--emb", kind, *flags),
         *("--output", work, "--name", "run"),
         environment=os.environ | caches,
     )
