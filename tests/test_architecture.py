@@ -54,6 +54,7 @@ KERNELS_BELOW = {
 }
 """The same for the rooms of ``dlrm.kernels``; "" is the package itself."""
 
+ARGUMENTS = re.compile(r"^    (\w+(?:, \w+)*): ", re.MULTILINE)
 REFERENCE = re.compile(
     r":(func|class|meth|mod|data|attr):`~?([\w.]+)`|``(dlrm(?:\.\w+)+)(?:\(\))?``"
 )
@@ -155,6 +156,24 @@ def test_docstrings_refer_to_what_there_is():
                 if not found:
                     missing.append((path, name or dotted))
     assert not missing
+
+
+def test_documented_arguments_are_parameters():
+    for path, (_, tree) in FILES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                function = next(
+                    (n for n in node.body if getattr(n, "name", "") == "__init__"), None
+                )
+            else:
+                function = node if isinstance(node, ast.FunctionDef) else None
+            if function is not None:
+                text = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
+                documented = {n for names in ARGUMENTS.findall(text) for n in names.split(", ")}
+                parameters = {
+                    each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)
+                }
+                assert documented <= parameters, (path, node.name)
 
 
 def test_the_rows_of_an_export_are_prepared_without_the_rest():

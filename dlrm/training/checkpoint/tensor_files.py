@@ -71,7 +71,7 @@ def write_file(
     Args:
         path: of the file.
         pieces: what to write.
-        about: what the header says besides the tensors.
+        metadata: what the header says besides the tensors.
         stopped: says whether the file is not wanted any more.
 
     Returns:

@@ -93,7 +93,7 @@ def time_run(
         config: of the run, in the checkout that is measured.
         data: prepared rows.
         kind: of embeddings.
-        given: more options.
+        flags: more options.
         work: directory for the run.
         caches: environment variables that name the caches.
     """
