@@ -290,13 +290,13 @@ def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, t
 
     runs = [tmp_path / name for name in "abc"]
     board = tmp_path / "comparison"
-    plot = ("--plot", tmp_path / "plot.png", "--tensorboard", board)
+    plot = ("--plot", tmp_path / "plot.png", "--metric", "log loss", "--tensorboard", board)
     done = run("compare", *runs, board, *plot)  # as runs/* the second time
     assert f"left out: no result.json in {board}: " in done.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(board))
     events.Reload()
-    assert events.Tags()["images"] == ["comparison/AUC"]
+    assert events.Tags()["images"] == ["comparison/log loss"]
     dense = next(line for line in done.stdout.splitlines() if " dense " in line)
     assert "±" in dense
     assert re.search(r"\b2\b", dense)

@@ -54,7 +54,6 @@ def arguments(parser: Parser) -> None:
     add("--lookups", type=count_arg, default=1 << 20, help="of one table")
     add("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     add("--max-rows", type=count_arg, help="cap the rows of a table (small GPUs)")
-    add("--no-peers", action="store_true", help="leave out PyTorch's look-ups")
 
 
 def measure(options: argparse.Namespace, record: harness.Record) -> None:
@@ -79,7 +78,7 @@ def measure_tables(options: argparse.Namespace, record: harness.Record, bandwidt
             setup.use([draw() for _ in range(INPUTS)])
 
             shared: dict[str, Any] = {"dim": dim, "dtype": dtype, "batch": batch, "ids": skew}
-            shared |= {} if options.no_peers else peers(setup)
+            shared |= peers(setup)
             for name in options.rules or ["sgd", "rowwise_adagrad"]:
                 rule = make_rule(name)
                 row = shared | {"rule": name, "error": check(setup, rule)}

@@ -50,7 +50,7 @@ SMALL = "--cap 100 --batches 16 --mode eager --precision fp32 --rules adagrad"
 SMALL += " --warm-up 4 --checked 3 --span 4 --spans 2"
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 TABLE_ROWS, TABLE_LOOKUPS, TABLE_SHARE = 24_000_000, 1 << 20, 0.1
-WINDOWS = 12  # of one table that are timed
+WINDOWS, TABLE_WARM_UP = 12, 20  # of one table: those that are timed, and that fill the cache
 TOLERANCE = 1e-3  # of a loss
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead
     "dense": ("dense", {}, False),
@@ -70,7 +70,6 @@ def arguments(parser: Parser) -> None:
     add("--variants", nargs="+", choices=list(VARIANTS), default=USUAL)
     add("--rules", nargs="+", choices=RULES, default=["sgd", "adagrad"])
     add("--batches", nargs="+", type=count_arg, default=[2048, 16384, 65536])
-    add("--threshold", type=int, default=0, help="smaller tables stay on the GPU")
     add("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
     add("--mode", choices=["auto", "eager", "graph"], default="auto")
     add("--dtypes", nargs="+", choices=["fp32", "bf16", "int8"], default=["fp32"], help="of rows")
@@ -78,7 +77,6 @@ def arguments(parser: Parser) -> None:
     add("--cap", type=count_arg, default=2**31, help="rows of a table at most")
     add("--large", action="store_true", help="the Terabyte model, offloaded")
     add("--table", action="store_true", help="one table of FBGEMM's shape")
-    add("--table-warm-up", type=count_arg, default=20, help="windows that fill the cache")
     add("--warm-up", type=count_arg, default=150, help="steps that fill the cache")
     add("--checked", type=count_arg, default=30, help="steps whose losses are compared")
     add("--span", type=count_arg, default=3 * MAX_WINDOW, help="steps that are timed together")
@@ -166,13 +164,11 @@ def measure_one(
 def step_of(
     variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str, dtype: str
 ) -> tuple[DLRM, TrainStep]:
-    """A model on the device whose tables from ``threshold`` rows on are of a kind."""
+    """A model on the device whose tables are all of a kind."""
     kind, more, _ = VARIANTS[variant]
     shape = SHAPES["terabyte" if options.large else "kaggle"]
     dim = options.dim or shape.dim
-    plan = make_table_plan(
-        NAMES, rows, dim, kind, threshold=options.threshold, options={kind: more} if more else {}
-    )
+    plan = make_table_plan(NAMES, rows, dim, kind, threshold=0, options={kind: more})
     torch.manual_seed(0)
     with torch.device(options.device):
         model = DLRM(13, rows, dim, plan, **shape.options, tables_dtype=dtype)
@@ -218,7 +214,7 @@ def measure_table(options: argparse.Namespace, rule: str, dtype: str) -> dict[st
     def draw(size: int) -> list[Tensor]:
         return [power_law(TABLE_ROWS, TABLE_LOOKUPS, device).int()[None] for _ in range(size)]
 
-    found = measure_windows(group, rule, draw, TABLE_LOOKUPS, options.table_warm_up)
+    found = measure_windows(group, rule, draw, TABLE_LOOKUPS, TABLE_WARM_UP)
     what = {"model": "one table", "variant": "offload", "rows": dtype, "rule": rule}
     return {**what, "batch": TABLE_LOOKUPS, **found}
 

@@ -51,9 +51,10 @@ def test_every_sample_has_its_weight(tmp_path, lists, device):
 def test_training_and_metrics_follow_the_weights(tmp_path, run):
     """Rows of weight 0 say the opposite: without weights there is nothing to learn."""
     write_table(tmp_path / "rows.parquet")
-    prepare(tmp_path / "rows.parquet", tmp_path / "with", columns={"row": "drop"})
+    rows, given = tmp_path / "rows.parquet", ("--weight", "weight")
+    run("prepare_table", rows, "--output", tmp_path / "with", *given)
     options = {"weight": None, "columns": {"row": "drop", "weight": "drop"}}
-    prepare(tmp_path / "rows.parquet", tmp_path / "without", **options)
+    prepare(rows, tmp_path / "without", **options)
     small = ("--batch_size", 64, "--device", "cpu", "--output", tmp_path / "runs", "--epochs", 2)
     for name, low, high in (("with", 0.99, 1.0), ("without", 0.4, 0.6)):
         run("train", "--data", tmp_path / name, *small, "--name", name)
