@@ -20,7 +20,8 @@ RANGES, MERGED = 8, 2  # ranges of a number; so many are one where two numbers a
 ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thousands are tried
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance
 GAPS = 4.0  # standard deviations, of missing values
-MOST_CELLS, MOST_PRODUCTS = 1 << 24, 1 << 31  # of rows and numbers, and of rows and pairs
+MOST_ROWS = 1 << 16  # of more rows, evenly spaced ones are looked at
+MOST_PRODUCTS = 1 << 31  # of rows and pairs of numbers
 MOST_NUMBERS = 1000  # of more, pairs are not looked at
 
 Floats = NDArray[np.float64]
@@ -37,7 +38,8 @@ def telling(numbers: Iterable[NDArray[np.floating]], labels: NDArray[np.number])
         Standard deviations beyond chance, relative to those from which it is sure: more than 1 for
         numbers that say something; 0 for all if none is clear.
     """
-    ranges = np.array([_ranges(own) for own in numbers])
+    every = -(-len(labels) // MOST_ROWS)
+    ranges, labels = np.array([_ranges(own[::every]) for own in numbers]), labels[::every]
     residuals = labels - labels.mean(dtype=np.float64)
     variance = float(residuals.var()) or 1.0
     sums = [np.bincount(own, residuals).astype(float) for own in ranges]
@@ -47,8 +49,7 @@ def telling(numbers: Iterable[NDArray[np.floating]], labels: NDArray[np.number])
         # What numbers say alone is taken out, one after the other, before pairs are looked at.
         for own in ranges[alone > 1]:
             residuals -= (np.bincount(own, residuals) / np.bincount(own).clip(1))[own]
-        most = min(MOST_CELLS // len(ranges), MOST_PRODUCTS // len(ranges) ** 2)
-        every = -(-len(labels) // most)
+        every = -(-len(labels) * len(ranges) ** 2 // MOST_PRODUCTS)
         together = _pairs(ranges[:, ::every] // MERGED, residuals[::every]).max(axis=1)
         sure = np.maximum(alone, together / TOGETHER)
     return sure if sure.max() > CLEAR else np.zeros(len(sure))
@@ -80,7 +81,7 @@ def _pairs(ranges: NDArray[np.uint8], residuals: Floats) -> Floats:
     Returns:
         ``[p, p]``.
     """
-    p, each = len(ranges), RANGES // MERGED + 1
+    p, each = len(ranges), int(ranges.max()) + 1
     rows = (ranges.T[:, :, None] == np.arange(each)).reshape(-1, p * each).astype(np.float32)
     counts, sums = rows.T @ rows, rows.T @ (rows * residuals[:, None].astype(np.float32))
     squares = (sums**2 / counts.clip(1)).reshape(p, each, p, each).sum((1, 3))
