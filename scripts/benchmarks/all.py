@@ -58,8 +58,7 @@ ON_GPU = {
     "rules": Entry("lookup --one-table", 600),
     "tt": Entry("tt --variants tf32"),
     "basis": Entry("basis"),
-    "dynamic": Entry("dynamic"),
-    "dynamic_host": Entry("dynamic --host"),
+    "dynamic": Entry("dynamic", 600),
     "offload": Entry(
         "offload --variants dense offload 'offload, 1.5%' --rules sgd rowwise_adagrad adam", 600
     ),

@@ -10,14 +10,17 @@ same step with a static table.
 
 ``known``: every id has a row, at a load of 0.9. ``new``: 5% of the look-ups are of ids never seen
 before; the table is full, so that each of them evicts another. ``index``: only the index, which
-finds all ids, or gives slots to ids that are all new, in empty tables or in full ones. With
-``--host`` both steps of one table with rows in host memory, of which the GPU caches 10%.
+finds all ids, or gives slots to ids that are all new, in empty tables or in full ones. ``host``:
+both steps of one table with rows in host memory, of which the GPU caches 10%. ``kaggle``: steps of
+the Kaggle model with such tables, and with dense ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,15 +36,21 @@ from dlrm.utils.program import Parser, count_arg
 from scripts.benchmarks import harness
 from scripts.benchmarks.batches import EXPONENT, power_law
 from scripts.benchmarks.cases.offload import measure_windows
+from scripts.benchmarks.cases.step import BUDGET, Case, measure_one
 
 NEEDS_GPU = True
-SMALL = "--rows 2000 --lookups 320 --dim 8 --rules sgd --tables 2 --windows 2"
+SMALL = "--parts tables host --rows 2000 --lookups 320 --dim 8 --rules sgd --tables 2 --windows 2"
 INPUTS = 4  # different batches in rotation
 LOAD = 0.9
 NEW = 0.05  # of the look-ups
 SHARE = 0.1  # of the rows in host memory that the GPU caches
 CHUNK = 1 << 20  # ids that are placed at a time
 FIRST_NEW = 1 << 40  # ids from here on were never seen
+KAGGLE = Case(
+    model="kaggle", kind="dynamic", rule="sgd", dtype="fp32", precision="bf16", mode="auto",
+    batch=16384, ids="skewed",
+)  # fmt: skip
+PARTS = ("tables", "host", "kaggle")
 
 
 def arguments(parser: Parser) -> None:
@@ -51,25 +60,31 @@ def arguments(parser: Parser) -> None:
     add("--lookups", type=count_arg, default=1 << 20)
     add("--dim", type=count_arg, default=128)
     add("--tables", type=count_arg, nargs="+", default=[1, 10])
-    add("--host", action="store_true", help="one table with rows in host memory")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
     add("--windows", type=count_arg, default=20, help="that fill the cache of rows on the host")
     add("--rules", nargs="+", choices=RULES, default=["sgd", "adam"])
 
 
 def measure(options: argparse.Namespace, record: harness.Record) -> None:
-    """Measure the steps of each number of tables and rule, and the index."""
+    """Measure the parts that were asked for."""
     torch.manual_seed(0)
     record.note(unit="ms", rows=options.rows, lookups=options.lookups, exponent=EXPONENT)
-    for rule in options.rules if options.host else ():
-        record.add({"rule": rule, "share": SHARE} | host_steps(options, rule))
-        harness.release()
-    for tables in () if options.host else options.tables:
+    for tables in options.tables if "tables" in options.parts else ():
         for rule in options.rules:
             row = {"tables": tables, "rule": rule, "dim": options.dim}
             record.add(row | dense_step(options, tables, rule) | steps(options, tables, rule))
             harness.release()
         record.add({"tables": tables} | index_alone(options, tables), to="index")
         harness.release()
+    for rule in options.rules if "host" in options.parts else ():
+        record.add({"rule": rule, "share": SHARE} | host_steps(options, rule), to="host")
+        harness.release()
+    for size, kind in itertools.product((2048, 16384, 65536), ("dense", "dynamic")):
+        if "kaggle" in options.parts:
+            case = replace(KAGGLE, kind=kind, batch=size)
+            given = argparse.Namespace(device=options.device, cap=None, budget=BUDGET)
+            record.add(measure_one(case, given), to="kaggle")
+            harness.release()
 
 
 def draw(options: argparse.Namespace, tables: int, scrambled: bool) -> list[Tensor]:
