@@ -134,16 +134,6 @@ def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, 
     assert_equal_states(groups, optimizers)
 
 
-def test_a_row_used_twice_moves_by_the_sum():
-    group = build("offload", [3], 1, cache_rows=1)
-    optimizer = RowOptimizer(group.parameters(), "sgd", lr=1.0)
-    with torch.no_grad():
-        group.weight.zero_()
-    for expected in (-1.5, -3.0):
-        step(group, optimizer, torch.tensor([[1, 1, 1]]))  # by -1, 0.5 and 2
-        assert group.rows(0, torch.arange(3)).flatten().tolist() == [0, expected, 0]
-
-
 def test_gradients_of_several_look_ups_may_be_accumulated():
     groups, optimizers = pair("adagrad", 9)
     for _ in range(40):
