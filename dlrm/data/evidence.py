@@ -92,10 +92,10 @@ class _Column:
 
     def score(self, means: Floats) -> Floats:
         """The mean of what the ids of each row say, ``[N]``, if they say ``means``."""
-        own = means[self.ids]
+        values = means[self.ids]
         if self.rows is None or self.lengths is None:
-            return own
-        sums: Floats = np.bincount(self.rows, own, len(self.lengths)).astype(float)
+            return values
+        sums: Floats = np.bincount(self.rows, values, len(self.lengths)).astype(float)
         return sums / self.lengths
 
     def sums(self, residuals: Floats) -> tuple[Floats, Floats]:
@@ -176,10 +176,10 @@ def estimate_effects(
             residuals -= column.score(column.means - before)
 
     beyond = [column.effects(residuals)[0] for column in columns]
-    found = [own + ALONE * other for own, other in zip(beyond, alone, strict=True)]
+    found = [effect + ALONE * other for effect, other in zip(beyond, alone, strict=True)]
     left = 1 - min(spent / len(labels), 0.99)
     explain = [number.explains(residuals, left) for number in numbers]
-    return [tuple(own.round(6).tolist()) for own in found], explain
+    return [tuple(effect.round(6).tolist()) for effect in found], explain
 
 
 def with_effects(
@@ -241,14 +241,14 @@ def _column(parts: Sequence[Rows], at: int, counts: ArrayLike) -> _Column:
     lengths = [
         np.diff(offsets)
         if (offsets := part.offsets[at]) is not None
-        else np.full(len(own), own.shape[1])
-        if own.ndim == 2
+        else np.full(len(array), array.shape[1])
+        if array.ndim == 2
         else None
-        for part, own in zip(parts, ids, strict=True)
+        for part, array in zip(parts, ids, strict=True)
     ]
     bags = [length for length in lengths if length is not None]
     rows = np.repeat(np.arange(num_rows), np.concatenate(bags)) if bags else None
-    return _Column(np.concatenate([own.ravel() for own in ids]), rows, counts, num_rows)
+    return _Column(np.concatenate([array.ravel() for array in ids]), rows, counts, num_rows)
 
 
 def _binned(parts: Sequence[NDArray[np.float32]]) -> _Column:
@@ -267,4 +267,6 @@ def read_effects(
     ``counts`` returns the occurrences of every id of every column."""
     known = meta if meta.effects else with_effects(directory, meta, counts())
     rated = [rate_names(name)[1] in meta.dense for name in meta.tables]
-    return [Effects(known.effects[name], own) for name, own in zip(meta.tables, rated, strict=True)]
+    return [
+        Effects(known.effects[name], rate) for name, rate in zip(meta.tables, rated, strict=True)
+    ]

@@ -107,8 +107,8 @@ def count_ids(
 
     for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
         list(map_in_order(add, enumerate(rows.ids), cpu_count()))
-    for number, own in enumerate(hashes):
-        if own:
-            found = np.unique(np.concatenate(own), return_counts=True)[1]
+    for number, parts in enumerate(hashes):
+        if parts:
+            found = np.unique(np.concatenate(parts), return_counts=True)[1]
             counts[number] = torch.from_numpy(found)
     return [count.mul_(every) for count in counts]

@@ -83,7 +83,7 @@ def _read_split(directory: Path, meta: Meta, split: str, column: str) -> Groups:
     coded = values.dictionary_encode()
     of_rows = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
 
-    category = next((own for own in meta.categorical if own.name == column), None)
+    category = next((table for table in meta.categorical if table.name == column), None)
     if category is not None and category.oov_id is not None:
         unseen = coded.dictionary.index(category.oov_id).as_py()
         of_rows[of_rows == unseen] = -1

@@ -192,11 +192,11 @@ class RowGroupReader:
 
         dense = [read_dense(*column(name)) for name in self.meta.dense]
         rows = Rows(labels=labels, dense=dense, ids=[], offsets=[], weights=weights)
-        for own, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
-            if own.multi_hot:
-                ids, offsets = read_bags(*column(own.name), own, cardinality)
+        for described, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
+            if described.multi_hot:
+                ids, offsets = read_bags(*column(described.name), described, cardinality)
             else:
-                ids, offsets = read_ids(*column(own.name), own, cardinality), None
+                ids, offsets = read_ids(*column(described.name), described, cardinality), None
             rows.ids.append(ids)
             rows.offsets.append(offsets)
         return rows
@@ -347,8 +347,8 @@ def column_limits(path: Path, names: Iterable[str]) -> dict[str, set[object]]:
     file = pq.read_metadata(path)
     for group in map(file.row_group, range(file.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
-            if (own := limits.get(column.path_in_schema)) is not None:
-                own.update((column.statistics.min, column.statistics.max))
+            if (values := limits.get(column.path_in_schema)) is not None:
+                values.update((column.statistics.min, column.statistics.max))
     return limits
 
 

@@ -174,8 +174,8 @@ class Meta(Closed):
         # Ids of one vocabulary are those of one table.
         for column in self.categorical:
             if column.vocabulary is not None:
-                own = {c.name: c.cardinality for c in self.categorical if c.vocabulary is None}
-                if own.get(column.vocabulary) != column.cardinality:
+                rows_of = {c.name: c.cardinality for c in self.categorical if c.vocabulary is None}
+                if rows_of.get(column.vocabulary) != column.cardinality:
                     raise ValueError(
                         f"column {shown(column.name)} has vocabulary {shown(column.vocabulary)}, "
                         "which is no column with as many ids and a vocabulary of its own"
@@ -185,7 +185,7 @@ class Meta(Closed):
         for earlier in self.extends:
             rows = earlier.cardinalities
             shorter = len(rows) == len(self.categorical) and all(
-                own <= now for own, now in zip(rows, self.cardinalities, strict=True)
+                least <= now for least, now in zip(rows, self.cardinalities, strict=True)
             )
             if not shorter:
                 raise ValueError(f"extends has {shown(rows)}, which is no beginning of the ids")

@@ -78,15 +78,16 @@ class BadRows:
         return self.kinds.total()
 
     @classmethod
-    def of(cls, errors: Sequence[BadRow], own: Callable[[int, BadRow], BadRow]) -> Self:
+    def of(cls, errors: Sequence[BadRow], convert: Callable[[int, BadRow], BadRow]) -> Self:
         """Those of a part, whose file is not known yet. Each error has its rows, by rising
-        positions; ``own`` returns the error of a row alone, of which one of several is given."""
+        positions; ``convert`` returns the error of a row alone, whichever of several is given.
+        """
         made = cls()
         for error in errors:
             made.kinds[error.kind] += len(error.rows)
         some = [(row, error) for error in errors for row in error.rows[:BAD_ROWS_KEPT].tolist()]
         for row, error in sorted(some, key=lambda one: one[0])[:BAD_ROWS_KEPT]:
-            alone = error if len(error.rows) == 1 else own(row, error)
+            alone = error if len(error.rows) == 1 else convert(row, error)
             made.first.append({"row": row + 1, "kind": alone.kind, "message": alone.problem})
         return made
 

@@ -62,10 +62,10 @@ def count_classes(
     """Count the rows of each split by their label."""
     sums = np.zeros((3, 2 * len(SPLITS)))  # of 1, the weight and its square, by split and label
     for block in spilled.blocks:
-        own = block.column(weight).to_numpy() if weight is not None else np.ones(block.rows)
+        each = block.column(weight).to_numpy() if weight is not None else np.ones(block.rows)
         place = 2 * splitter.codes(block) + block.column(label).to_numpy()
         for power, counted in enumerate(sums):
-            counted += np.bincount(place, own.astype(np.float64) ** power, len(counted))
+            counted += np.bincount(place, each.astype(np.float64) ** power, len(counted))
 
     rows, weights, squares = sums.reshape(3, len(SPLITS), 2)
     return {
@@ -116,12 +116,12 @@ def require_both_classes(
     Raises:
         ValueError: a split lacks a class.
     """
-    total = np.sum([own.rows for own in counts.values()], axis=0)
-    for name, own in counts.items():
-        size = own.rows.sum()
-        if not size or own.rows.all():
+    total = np.sum([split.rows for split in counts.values()], axis=0)
+    for name, split in counts.items():
+        size = split.rows.sum()
+        if not size or split.rows.all():
             continue
-        value = int(own.rows[1] > 0)
+        value = int(split.rows[1] > 0)
         other = total[1 - value] / total.sum()
         problem = f"all {size:,} labels of the {name} split are {value}"
 
@@ -159,7 +159,7 @@ def note_weights(counts: ClassCounts) -> None:
     ratio = counts.weight_ratio
     if ratio is None:
         return
-    share, weighted = (own[1] / own.sum() for own in (counts.rows, counts.weights))
+    share, weighted = (sums[1] / sums.sum() for sums in (counts.rows, counts.weights))
     print_error(
         f"note: the weight of positives is {ratio:.4g} times that of negatives, on average, so a "
         f"model's probabilities have a mean of {weighted:.4g}, where {share:.4g} of the training "
@@ -178,8 +178,8 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
     """
     # Columns without any value.
     found = list(zip(features, learned, strict=True))
-    empty = list(dict.fromkeys(each.column.name for each, own in found if own.get("empty")))
-    if empty and all(own.get("empty") for own in learned):
+    empty = list(dict.fromkeys(each.column.name for each, facts in found if facts.get("empty")))
+    if empty and all(facts.get("empty") for facts in learned):
         raise ValueError(
             f"no column has a value in any training row ({listing(empty)}); correct the table, or "
             "choose another split"
@@ -193,8 +193,8 @@ def note_features(features: Sequence[Feature], learned: Sequence[Mapping[str, An
         )
 
     # Numbers that are most likely wrong.
-    for feature, own in found:
-        count, example, limit = own.get("far") or (0, 0.0, 0.0)
+    for feature, facts in found:
+        count, example, limit = facts.get("far") or (0, 0.0, 0.0)
         if count:
             print_error(
                 f"note: {feature.name} has {count:,} number{'s' * (count != 1)} such as "

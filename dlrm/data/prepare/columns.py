@@ -110,18 +110,18 @@ class ColumnPlan:
     def _check_vocabularies(self) -> None:
         """Check that columns with the vocabulary of another one can have it."""
         owners = {c.name: c.options for c in self.columns if c.kind in ("category", "list")}
-        for name, own in [(c.name, c.options) for c in self.columns]:
-            if own.vocabulary is None:
+        for name, options in [(c.name, c.options) for c in self.columns]:
+            if options.vocabulary is None:
                 continue
-            where = f"column {name!r} has vocabulary {own.vocabulary!r}"
-            owner = owners.get(own.vocabulary)
+            where = f"column {name!r} has vocabulary {options.vocabulary!r}"
+            owner = owners.get(options.vocabulary)
             if name not in owners or owner is None or owner.vocabulary is not None:
                 raise ValueError(
                     f"{where}: both must be a category or list, and the other one must have a "
                     "vocabulary of its own"
                 )
             for option in ("min_count", "cap", "hash"):
-                if getattr(own, option) != (value := getattr(owner, option)):
+                if getattr(options, option) != (value := getattr(owner, option)):
                     raise ValueError(f"{where}, so its {option} must be the same, {value}")
 
     def same_vocabulary(self, feature: Feature) -> list[Feature]:
@@ -169,8 +169,8 @@ class ColumnPlan:
     @cached_property
     def dense_names(self) -> tuple[str, ...]:
         """The numbers of a prepared row."""
-        own = [feature.name for feature in self.dense]
-        return (*own, *(name for feature in self.rated for name in rate_names(feature)))
+        plain = [feature.name for feature in self.dense]
+        return (*plain, *(name for feature in self.rated for name in rate_names(feature)))
 
     @cached_property
     def found_numbers(self) -> tuple[str, ...]:
@@ -181,13 +181,13 @@ class ColumnPlan:
         """The plan without the numbers that were found and left out: later rows need not have
         them."""
         silent = {*self.found_numbers} - {*names}
-        own = (
+        kept = (
             replace(column, options=ColumnOptions(kind="drop"))
             if column.kind == "number" and column.name in silent and not column.options.bucketed
             else column
             for column in self.columns
         )
-        return replace(self, columns=tuple(own))
+        return replace(self, columns=tuple(kept))
 
     @cached_property
     def label(self) -> str:
@@ -216,7 +216,7 @@ class ColumnPlan:
         content = chosen(replace(self.options, columns={}))
         options = {column.name: chosen(column.options) for column in self.columns}
         content["columns"] = {
-            name: own["kind"] if len(own) == 1 else own for name, own in options.items()
+            name: each["kind"] if len(each) == 1 else each for name, each in options.items()
         }
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
 

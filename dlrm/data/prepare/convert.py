@@ -66,15 +66,15 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
     moments: dict[str, np.ndarray] = {}
     for feature in plan.features:
         column = feature.column
-        name, own = column.name, column.options
+        name, chosen = column.name, column.options
         if column.kind == "time":
             if name not in moments:
-                form = own.format, own.unit, column.zone
+                form = chosen.format, chosen.unit, column.zone
                 moments[name] = times(raw[name], name, options.missing, *form)
             columns[feature.name] = time_part(moments[name], feature.part)
         elif column.kind == "vector":
             if name not in moments:
-                moments[name] = vectors(raw[name], name, own.size or 0)
+                moments[name] = vectors(raw[name], name, chosen.size or 0)
             place = int(feature.part.removesuffix("_bucket"))
             columns[feature.name] = pa.array(moments[name][place])
         else:
@@ -85,17 +85,17 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
 
 
 def _feature_column(plan: ColumnPlan, feature: Feature, raw: pa.Array) -> pa.Array:
-    column, own, missing = feature.column, feature.column.options, plan.options.missing
+    column, options, missing = feature.column, feature.column.options, plan.options.missing
     if column.kind == "number":
-        found = numbers(raw, column.name, own.marks, missing)
+        found = numbers(raw, column.name, options.marks, missing)
         if plan.hexadecimal:  # whose scaling is known: half as much is spilled
-            return pa.array(Scaling(transform=str(own.transform)).apply(found))
+            return pa.array(Scaling(transform=str(options.transform)).apply(found))
         return pa.array(found)
     if plan.hexadecimal:
         return hex_categories(raw, column.name, plan.cap)
     if column.kind == "list":
-        return lists(raw, column.name, missing, own.separator, own.hash)
-    return categories(raw, column.name, missing, own.hash)
+        return lists(raw, column.name, missing, options.separator, options.hash)
+    return categories(raw, column.name, missing, options.hash)
 
 
 def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
@@ -107,11 +107,11 @@ def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
         return split_codes(array, name)
 
     column = next(column for column in plan.columns if column.name == name)
-    own = column.options
+    chosen = column.options
     if column.numeric:
-        found = numbers(array, name, own.marks, plan.options.missing)
+        found = numbers(array, name, chosen.marks, plan.options.missing)
     else:
-        form = own.format, own.unit, column.zone
+        form = chosen.format, chosen.unit, column.zone
         moments = times(array, name, plan.options.missing, *form)
         found = np.where(moments == MISSING_TIME, np.nan, moments)
     if len(rows := np.flatnonzero(np.isnan(found))):

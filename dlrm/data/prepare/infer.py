@@ -63,14 +63,14 @@ def plan_columns(
     columns, useless, gaps = [], dict[str, str](), dict[str, float]()
     for name in names:
         parts = [
-            (without_texts(decoded(sample[name]), options.missing), own)
-            for sample, own in zip(samples, labels, strict=True)
+            (without_texts(decoded(sample[name]), options.missing), sampled)
+            for sample, sampled in zip(samples, labels, strict=True)
             if name in sample
         ]
-        own, untyped = given.get(name, ColumnOptions()), files[0].format == "csv"
+        named, untyped = given.get(name, ColumnOptions()), files[0].format == "csv"
         try:
-            columns.append(_column(name, parts, own, options, untyped=untyped, times=times))
-            if columns[-1].kind == "number" != own.kind:
+            columns.append(_column(name, parts, named, options, untyped=untyped, times=times))
+            if columns[-1].kind == "number" != named.kind:
                 gaps[name] = max(starmap(missing_tells, parts))
         except NoFeatureError as error:
             useless[name] = str(error)
@@ -168,7 +168,7 @@ def _known_labels(
     """The labels of the first rows, if all are 0 or 1."""
     if options.positive is not None and options.negative is None:
         options = replace(options, negative=(ALL_OTHERS,))  # what counts as 0 is found later
-    name = next(name for name, own in given.items() if own.kind == "label")
+    name = next(name for name, column in given.items() if column.kind == "label")
     with suppress(BadValue, KeyError):
         found = codes.labels(sample[name], name, codes.label_rule(options, name))
         return found.to_numpy(zero_copy_only=False)
@@ -306,7 +306,7 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
     label = options.label
     if label is not None and label not in names and (found := codes.split_comparison(label)):
         label = found[0]
-    if label is None and not any(own.kind == "label" for own in given.values()):
+    if label is None and not any(column.kind == "label" for column in given.values()):
         label = "label"
     for kind, name in {"label": label, "weight": options.weight, "split": split}.items():
         if name is not None:
@@ -325,42 +325,42 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
             raise ValueError(f"{file.path} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
 
     for kind in ("label", "weight", "split"):
-        several = [name for name, own in given.items() if own.kind == kind]
+        several = [name for name, column in given.items() if column.kind == kind]
         if len(several) > 1:
             raise ValueError(f"{' and '.join(several)} are both the {kind}; name one column")
-    if any(own.kind == "split" for own in given.values()) and options.split.by != "column":
+    if any(column.kind == "split" for column in given.values()) and options.split.by != "column":
         raise ValueError("a column is of kind split, so add split: {by: column, column: NAME}")
     return given
 
 
-def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> ColumnOptions:
+def _filled(column: ColumnOptions, sample: pa.Array, options: TableOptions) -> ColumnOptions:
     """The options of a column with all defaults."""
-    if own.kind == "number":
-        return replace(own, transform=own.transform or options.transform)
-    if own.kind == "vector":
-        if own.size is None:
+    if column.kind == "number":
+        return replace(column, transform=column.transform or options.transform)
+    if column.kind == "vector":
+        if column.size is None:
             raise NoFeatureError(f"{sample.type}, not lists of numbers")
         default = "auto" if options.transform == "quantile" else options.transform
-        return replace(own, transform=own.transform or default)
-    if own.kind == "time":
-        dates = pa.types.is_date(sample.type) or whole_days(sample, own.format)
-        parts = PARTS[::2] if own.format in OF_THE_DAY else PARTS[1:] if dates else PARTS
-        return replace(own, parts=own.parts or parts)
-    if own.kind not in ("category", "list"):
-        return own
+        return replace(column, transform=column.transform or default)
+    if column.kind == "time":
+        dates = pa.types.is_date(sample.type) or whole_days(sample, column.format)
+        parts = PARTS[::2] if column.format in OF_THE_DAY else PARTS[1:] if dates else PARTS
+        return replace(column, parts=column.parts or parts)
+    if column.kind not in ("category", "list"):
+        return column
 
     # Values that get ids.
-    separator = own.separator
-    if own.kind == "list" and separator is None and sample.type == pa.null():
+    separator = column.separator
+    if column.kind == "list" and separator is None and sample.type == pa.null():
         separator = "|"  # of a CSV, whose first rows have none
-    elif own.kind == "list" and separator is None and is_text(sample.type):
+    elif column.kind == "list" and separator is None and is_text(sample.type):
         separator = find_separator(sample)[0] or "|"
     return replace(
-        own,
+        column,
         separator=separator,
-        min_count=own.min_count or options.min_count,
-        cap=own.cap or options.cap,
-        hash=own.hash or options.hash,
+        min_count=column.min_count or options.min_count,
+        cap=column.cap or options.cap,
+        hash=column.hash or options.hash,
     )
 
 

@@ -35,9 +35,9 @@ def count_values(
     """
     merge = _merge_keys if pa.types.is_integer(kind) else _merge_texts
     values, counts = pa.array([], kind), np.empty(0, np.int64)
-    for entries, own in chunks:
+    for entries, added in chunks:
         every = pa.concat_arrays([values, *(part.cast(kind) for part in entries)])
-        values, counts = merge(every, np.concatenate([counts, *own]))
+        values, counts = merge(every, np.concatenate([counts, *added]))
 
     if merge is _merge_keys:
         return values, counts

@@ -102,7 +102,7 @@ class Learner:
                 every.append(learned)
                 bar.update()
         note_features(plan.features, every)
-        return tuple(Categorical(**own["categorical"]) for own in every if "categorical" in own)
+        return tuple(Categorical(**each["categorical"]) for each in every if "categorical" in each)
 
     def _learn(self, numbered: tuple[int, Feature]) -> dict[str, Any]:
         """Learn one feature, unless an earlier run did; what is learned is in the transform."""
@@ -207,8 +207,8 @@ class Learner:
     def _learn_values(self, index: int, feature: Feature) -> tuple[Vocabulary, bool]:
         """Give ids to the values of a category or list, and to the entries of each block. Returns
         also whether no row that is counted has a value."""
-        plan, own = self.transform.plan, feature.column.options
-        min_count, most = own.min_count or 1, own.cap
+        plan, options = self.transform.plan, feature.column.options
+        min_count, most = options.min_count or 1, options.cap
 
         # The values of all features with this vocabulary. Nothing here keeps what a chunk has,
         # 0.3 GB, longer than it takes to add it.
@@ -244,7 +244,7 @@ class Learner:
         """Add the positives of each id to a vocabulary. Keep the counts before these rows, or those
         for each half of them with the other half."""
         size, parts = len(made), 1 if self.splitter.in_order else 2
-        own = np.zeros((2, parts * size), np.int64)  # rows and positives of each id
+        totals = np.zeros((2, parts * size), np.int64)  # rows and positives of each id
         before = np.zeros(size, np.int64)
         if self.earlier is not None:
             file = self.earlier.directory / Meta.vocabulary_file(feature.name)
@@ -256,11 +256,11 @@ class Learner:
                 own_ids = ids[block.column(feature.name).indices.to_numpy()[rows]]
                 if (halves := self.splitter.halves(block)) is not None:
                     own_ids = own_ids.astype(np.int64) + size * halves[rows]
-                np.add.at(own[0], own_ids, 1)
+                np.add.at(totals[0], own_ids, 1)
                 labels = block.column(self.transform.plan.label).to_numpy()
-                np.add.at(own[1], own_ids, labels[rows])
+                np.add.at(totals[1], own_ids, labels[rows])
 
-        by_half = own.reshape(2, parts, size)
+        by_half = totals.reshape(2, parts, size)
         counts, positives = by_half.sum(axis=1)
         known = np.stack([made.counts - counts, before])[:, None]
         if parts == 2:
@@ -297,7 +297,7 @@ class Learner:
     ) -> Vocabulary:
         """The vocabulary of the earlier preparation, perhaps with new values."""
         assert self.earlier is not None
-        name, earlier, own = feature.name, self.earlier, feature.column.options
+        name, earlier, options = feature.name, self.earlier, feature.column.options
         made = Vocabulary.read(
             earlier.directory / Meta.vocabulary_file(name),
             hexadecimal=self.transform.plan.hexadecimal,
@@ -316,8 +316,8 @@ class Learner:
                 made,
                 values,
                 counts,
-                min_count=own.min_count or 1,
-                most=own.cap,
+                min_count=options.min_count or 1,
+                most=options.cap,
                 evict_after=earlier.evict_after,
             )
 

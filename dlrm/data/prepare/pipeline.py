@@ -167,7 +167,7 @@ class Preparation:
             # Later rows have the numbers that a model of the earlier ones takes.
             dense=plan.dense_names if self.earlier is None else self.earlier.meta.dense,
             categorical=tuple(categorical),
-            splits={name: own.split(f"{name}.parquet") for name, own in counts.items()},
+            splits={name: part.split(f"{name}.parquet") for name, part in counts.items()},
             options=self.options,
             inputs=tuple(self.source.records()),
         )
@@ -181,9 +181,9 @@ class Preparation:
                 self.transform.plan = plan.with_numbers(found.dense)
             meta = found if self.earlier is None else replace(found, dense=meta.dense)
 
-        own = fingerprint(directory, [*meta.tables], self.transform.rules())
-        extends = () if self.earlier is None else self.earlier.meta.extended_by(own)
-        return replace(meta, fingerprint=own, extends=extends)
+        identity = fingerprint(directory, [*meta.tables], self.transform.rules())
+        extends = () if self.earlier is None else self.earlier.meta.extended_by(identity)
+        return replace(meta, fingerprint=identity, extends=extends)
 
 
 def _require_usable(earlier: EarlierIds, output: Path) -> None:

@@ -15,8 +15,8 @@ def format_plan(plan: ColumnPlan) -> str:
     alike: dict[tuple[str, ...], list[Column]] = {}
     for column in plan.columns:
         look = column.found, column.kind, _becomes(column, plan.options)
-        own = (column.name,) if len(plan.columns) <= MANY_COLUMNS else ()
-        alike.setdefault((*look, *own), []).append(column)
+        alone = (column.name,) if len(plan.columns) <= MANY_COLUMNS else ()
+        alike.setdefault((*look, *alone), []).append(column)
 
     rows = [("column", "type", "kind", "becomes", "why")]
     for (found, kind, becomes, *_), columns in alike.items():

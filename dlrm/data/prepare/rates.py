@@ -108,8 +108,8 @@ class Rates:
     ) -> NDArray[np.float32]:
         """The numbers of training rows, ``[2, n]``, for each of which the other half counts."""
         seen = self.counts.reshape(2, -1).sum(axis=1)[halves.astype(np.int8)]
-        own = ids + len(self.counts) // 2 * halves.astype(np.int64)
-        counts, positives = self.counts[own], self.positives[own]
+        keys = ids + len(self.counts) // 2 * halves.astype(np.int64)
+        counts, positives = self.counts[keys], self.positives[keys]
         return self._numbers(counts, positives, self.rows / np.maximum(seen, FEW))
 
 

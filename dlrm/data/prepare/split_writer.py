@@ -51,10 +51,10 @@ def write_splits(
         ids = {name: of_blocks[index] for name, of_blocks in looked_up.items()}
         rows = learner.transform.encode(block.read(), ids)
         codes, halves = learner.splitter.codes(block), learner.splitter.halves(block)
-        own = None if halves is None else halves[codes == 0]  # of the training rows
+        of_rows = None if halves is None else halves[codes == 0]  # of the training rows
         selected = [codes == code for code in range(len(SPLITS))]
         # Most blocks are of one split.
-        return [rows if s.all() else rows.filter(pa.array(s)) for s in selected], own
+        return [rows if s.all() else rows.filter(pa.array(s)) for s in selected], of_rows
 
     # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}

@@ -90,8 +90,8 @@ def _later_columns(earlier: Sequence[Column], split: SplitOptions) -> tuple[Colu
     columns = []
     for column in earlier:
         unused = column.kind == "split" and (split.by, split.column) != ("column", column.name)
-        own = replace(column.options, kind="drop") if unused else column.options
-        columns.append(replace(column, options=own))
+        options = replace(column.options, kind="drop") if unused else column.options
+        columns.append(replace(column, options=options))
 
     names = [column.name for column in columns]
     if split.column is not None and split.column not in names:
@@ -100,8 +100,8 @@ def _later_columns(earlier: Sequence[Column], split: SplitOptions) -> tuple[Colu
                 f"--split-by time:{split.column}: the earlier preparation has no such column"
                 f"{did_you_mean(split.column, names)}"
             )
-        own = ColumnOptions(kind="split")
-        columns.append(Column(name=split.column, found="text", why="given", options=own))
+        options = ColumnOptions(kind="split")
+        columns.append(Column(name=split.column, found="text", why="given", options=options))
     return tuple(columns)
 
 

@@ -308,7 +308,7 @@ def _misfits(lines: Sequence[bytes], types: Mapping[str, pa.DataType]) -> list[i
     are found much faster than by reading some lines at a time with pyarrow."""
     # The classes of Python that the value of a column may have.
     classes = (is_text, (str,)), (is_number, (int, float)), (is_list, (list,))
-    fitting = {name: own for name, kind in types.items() for fits, own in classes if fits(kind)}
+    fitting = {name: form for name, kind in types.items() for fits, form in classes if fits(kind)}
 
     found = []
     for position, line in enumerate(lines):

@@ -142,8 +142,8 @@ class Transform:
         # What is prepared has no null: it is read 1.4 times as fast.
         gaps = {self.plan.label} if scored and not self.plan.hexadecimal else ()
         passed = {name: rows[name] for name in self.passed if name in there}
-        fields = [pa.field(name, own.type, nullable=name in gaps) for name, own in columns.items()]
-        fields += [pa.field(name, own.type) for name, own in passed.items()]
+        fields = [pa.field(n, array.type, nullable=n in gaps) for n, array in columns.items()]
+        fields += [pa.field(n, array.type) for n, array in passed.items()]
         columns |= passed
         made = pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
         return append_rates(made, self.rates)
@@ -257,11 +257,11 @@ class Transform:
             transform = "log3" if self.plan.options.transform == "log3" else "log1p"
             return {"dense_transform": transform, "cap": self.plan.cap}
         columns = {feature.column.name: feature.column for feature in self.plan.features}
-        own = {name: dict(vars(column.options)) for name, column in columns.items()}
-        for options in own.values():
+        by_column = {name: dict(vars(column.options)) for name, column in columns.items()}
+        for options in by_column.values():
             if options["vocabulary"] is None:  # as before there was such an option
                 del options["vocabulary"]
-        return {"columns": own, "missing": self.plan.options.missing, **self._learned()}
+        return {"columns": by_column, "missing": self.plan.options.missing, **self._learned()}
 
     def save(self, directory: Path) -> None:
         """Write ``transform.json``; the vocabularies are written when they are made."""
@@ -314,10 +314,10 @@ class Transform:
                 raise ValueError(f"version {content['version']!r}, this program reads {VERSION}")
             return cls(
                 plan=ColumnPlan.from_json(content),
-                scalings={name: Scaling(**own) for name, own in content["scalings"].items()},
+                scalings={name: Scaling(**values) for name, values in content["scalings"].items()},
                 newest=dict(content["newest"]),
                 mean_weight=float(content["mean_weight"]),
-                edges={name: np.array(own, float) for name, own in content["edges"].items()},
+                edges={name: np.array(values, float) for name, values in content["edges"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(

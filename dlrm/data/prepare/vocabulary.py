@@ -133,7 +133,7 @@ class Vocabulary:
         columns |= {UNSEEN: self.unseen, POSITIVES: self.positives}
         with atomic_write(path) as temporary:
             pq.write_table(
-                pa.table({name: own for name, own in columns.items() if own is not None}),
+                pa.table({name: values for name, values in columns.items() if values is not None}),
                 temporary,
                 use_dictionary=["count", *FURTHER],
                 column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},

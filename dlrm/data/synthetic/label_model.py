@@ -97,10 +97,10 @@ class LabelModel:
         factors = total[:, 1 : 1 + RANK]
         effects = self.dense_effects.index_select(0, (dense + self.dense_starts).view(-1))
         pairs = (factors * factors).sum(1) >> (2 * FACTOR_POINT - POINT + 1)
-        own = total[:, 0]
+        single = total[:, 0]
         if self.drift and time is not None:
-            own = own + (total[:, -1] * time >> TIME_POINT)
-        return own + effects.view_as(dense).sum(0) + pairs
+            single = single + (total[:, -1] * time >> TIME_POINT)
+        return single + effects.view_as(dense).sum(0) + pairs
 
     def bins(self, score: Tensor) -> Tensor:
         """Index of the probability of each row, int64 ``[B]`` in ``[0, BINS)``."""
