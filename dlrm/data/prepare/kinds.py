@@ -39,7 +39,9 @@ RISING = "rising from row to row, so buckets are ids as well: later values are i
 LIKELY_YEARS = (20, 80)  # since 1970, of numbers that may be times
 ID_NAME = re.compile(
     r"(?:^|[_. ]|(?-i:[a-z](?=[A-Z])))"
-    r"(?:ids?|uuid|guid|code|zip|zipcode|postcode|hash|user|item|customer|product|movie|sku|isbn)"
+    r"(?:ids?|uuid|guid|code|zip|zipcode|postcode|hash|user|item|customer|product|movie|sku|isbn"
+    r"|ad|campaign|advertiser|publisher|creative|site|app|seller|merchant|store|brand|session|song"
+    r"|video|artist|author|hotel)"
     r"(?::token)?$",  # as RecBole writes it
     re.IGNORECASE,
 )

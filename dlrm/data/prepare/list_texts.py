@@ -47,7 +47,9 @@ def find_separator(texts: pa.Array, times: float = 1.0) -> tuple[str | None, boo
         if separator == "," and rare < 0.5:
             return separator, lengths > 1 and rare < FEW_ENTRIES
         if separator == " " and rare < FEW_ENTRIES and lengths > 1:
-            return separator, _hardly_repeat(texts, times)
+            # A text of one word is the same in a list.
+            several = texts.filter(pc.match_substring(texts, separator))
+            return separator, _hardly_repeat(several, times)
     return None, False
 
 

@@ -96,6 +96,7 @@ def test_integers_that_are_too_large_for_numbers_are_ids(type_):
         ("visits", COUNTS, FREE < 0.2, "number", "unevenly spread"),
         ("visits", COUNTS, None, "number", "unevenly spread"),
         ("movie", RNG.permutation(20_000) % 2000, None, "category", "by its name"),
+        ("ad", COUNTS, FREE < 0.001, "category", "by its name"),
         ("film", RNG.permutation(20_000) % 2000, None, "category", "2,000 values, evenly spread"),
         ("paid", RNG.integers(0, 10**6, 20_000), None, "number", "hardly repeat"),
         ("rooms", HOURS % 3, None, "category", "3 values"),
