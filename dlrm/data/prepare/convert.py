@@ -191,7 +191,7 @@ def lists(
             raise BadValue(
                 name, [], f"it is text, not lists; add separator: to columns: {name}: in the YAML"
             )
-        array = _split_lists(array, separator)
+        array = split_lists(array, separator)
     elif not is_list(array.type):
         raise BadValue(name, [], f"it holds {array.type}, not lists; make it another kind")
 
@@ -212,7 +212,7 @@ def lists(
     return pa.LargeListArray.from_arrays(pa.array(offsets), entries)
 
 
-def _split_lists(texts: pa.Array, separator: str) -> pa.Array:
+def split_lists(texts: pa.Array, separator: str) -> pa.Array:
     """Lists of what stands between separators; those such as ``[,]`` have brackets around."""
     if len(separator) < 3 or separator[0] + separator[-1] != "[]":
         return pc.split_pattern(texts, separator)

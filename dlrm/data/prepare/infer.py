@@ -21,6 +21,7 @@ from .column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart, y
 from .columns import FEW_BUCKETED, Column, ColumnPlan
 from .csv_layout import no_header_hint
 from .files import ParquetPart, RawFile
+from .histories import with_hints
 from .kinds import (
     OF_THE_DAY,
     InferredKind,
@@ -78,6 +79,7 @@ def plan_columns(
             columns.append(Column(name=name, found=found, why=str(error), options=left_out))
 
     # What is wrong with all of them together.
+    columns = with_hints(columns, samples[0])
     plan = ColumnPlan(options=options, columns=tuple(columns))
     if useless:
         raise ColumnsError(_no_features(useless), plan)

@@ -519,6 +519,28 @@ def test_lists_that_are_written_as_texts(tmp_path, texts, separator):
     assert found == [["1"], [], ["1", "20"], ["1", "20", "3"]]
 
 
+def test_lists_of_the_values_of_another_column_are_named(tmp_path):
+    """With one vocabulary, a table of histories had an AUC of .776, without .740."""
+    rng = np.random.default_rng(0)
+    draw = [rng.integers(0, 90, i % 4) for i in range(600)]
+    seen, tags = ([[f"{mark}{i}" for i in own] for own in draw] for mark in "pt")
+    columns = {"label": [0, 1] * 300, "item": [f"p{i}" for i in rng.integers(0, 90, 600)]}
+    columns |= {"seen": seen, "written": ["|".join(own) for own in seen], "tags": tags}
+    columns |= {"user_id": rng.integers(0, 90, 600), "item_id": rng.integers(0, 90, 600)}
+    path = write_rows(
+        tmp_path / "rows.parquet", columns | {"either": [own.tolist() for own in draw]}
+    )
+    why = {column.name: column.why for column in plan_rows(path)[1].columns}
+    line = "; if the entries are of item: columns: {seen: {kind: list, vocabulary: item}}"
+    assert why["seen"].endswith(line)
+    assert why["written"].endswith("written: {kind: list, vocabulary: item, separator: '|'}}")
+    assert not [name for name in ("tags", "either") if "entries are of" in why[name]]
+
+    shared = yaml.safe_load(line.partition("columns: ")[2])
+    meta, _ = prepare_rows(path, tmp_path / "out", {"columns": shared})
+    assert {c.name: c.vocabulary for c in meta.categorical}["seen"] == "item"
+
+
 def test_words_may_be_lists_and_titles_are_none(tmp_path):
     some = [" ".join(names) for size in (1, 2, 3) for names in combinations("abcdefgh", size)]
     genres = (some * 3)[:200]
