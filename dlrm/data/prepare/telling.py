@@ -20,7 +20,7 @@ RANGES, MERGED = 8, 2  # ranges of a number; so many are one where two numbers a
 ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thousands are tried
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance
 GAPS = 4.0  # standard deviations, of missing values
-MOST_ROWS = 1 << 16  # of more rows, evenly spaced ones are looked at
+MOST_ROWS = 1 << 16  # of more, random ones are looked at
 MOST_PRODUCTS = 1 << 31  # of rows and pairs of numbers
 MOST_NUMBERS = 1000  # of more, pairs are not looked at
 
@@ -38,8 +38,9 @@ def telling(numbers: Iterable[NDArray[np.floating]], labels: NDArray[np.number])
         Standard deviations beyond chance, relative to those from which it is sure: more than 1 for
         numbers that say something; 0 for all if none is clear.
     """
-    every = -(-len(labels) // MOST_ROWS)
-    ranges, labels = np.array([_ranges(own[::every]) for own in numbers]), labels[::every]
+    # In any order: each positive may be followed by as many negatives.
+    rows = np.random.default_rng(0).permutation(len(labels))[:MOST_ROWS]
+    ranges, labels = np.array([_ranges(own[rows]) for own in numbers]), labels[rows]
     residuals = labels - labels.mean(dtype=np.float64)
     variance = float(residuals.var()) or 1.0
     sums = [np.bincount(own, residuals).astype(float) for own in ranges]
@@ -49,8 +50,8 @@ def telling(numbers: Iterable[NDArray[np.floating]], labels: NDArray[np.number])
         # What numbers say alone is taken out, one after the other, before pairs are looked at.
         for own in ranges[alone > 1]:
             residuals -= (np.bincount(own, residuals) / np.bincount(own).clip(1))[own]
-        every = -(-len(labels) * len(ranges) ** 2 // MOST_PRODUCTS)
-        together = _pairs(ranges[:, ::every] // MERGED, residuals[::every]).max(axis=1)
+        most = MOST_PRODUCTS // len(ranges) ** 2
+        together = _pairs(ranges[:, :most] // MERGED, residuals[:most]).max(axis=1)
         sure = np.maximum(alone, together / TOGETHER)
     return sure if sure.max() > CLEAR else np.zeros(len(sure))
 

@@ -88,6 +88,20 @@ def test_equal_labels_and_equal_or_missing_numbers_say_nothing():
     assert (sure > 0).tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("period", [2, 3])
+def test_some_of_many_rows_tell_as_much_where_labels_alternate(monkeypatch, period):
+    """As if each positive came with as many drawn negatives."""
+    values, labels = numbers()
+    positives, negatives = (np.flatnonzero(labels == label) for label in (1, 0))
+    groups = min(len(positives), len(negatives) // (period - 1))
+    drawn = negatives[: groups * (period - 1)].reshape(groups, -1)
+    rows = np.hstack([positives[:groups, None], drawn]).ravel()
+    monkeypatch.setattr("dlrm.data.prepare.telling.MOST_ROWS", len(rows) // period)
+    sure = telling(values[:, rows], labels[rows])
+    assert sure[30] > 1
+    assert sure[:30].max() < sure[30]
+
+
 def test_no_row_of_validation_or_test_decides(tmp_path):
     """Labels of later rows follow a number of which those of training rows are independent."""
     values, labels = numbers()
