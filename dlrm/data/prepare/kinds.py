@@ -280,7 +280,9 @@ def _alternative(name: str, options: Any) -> str:
 def _rises(values: NDArray[np.number]) -> bool:
     """Whether values never fall from row to row, as the days of a log: later ones are beyond them,
     where a network knows nothing of a trend, but of the last bucket."""
-    return len(values) >= ENOUGH_ROWS and values[0] < values[-1] and not (np.diff(values) < 0).any()
+    if len(values) < ENOUGH_ROWS or values[0] == values[-1]:
+        return False
+    return bool((values[:-1] <= values[1:]).all())
 
 
 def _evenly_spread(distinct: NDArray[np.integer]) -> bool:

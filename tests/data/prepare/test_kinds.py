@@ -132,7 +132,9 @@ def test_a_number_that_rises_from_row_to_row_has_buckets(tmp_path, type_):
 
     # Not where later rows are like all others, or of numbers that fall once.
     days[200] = 0
-    for values, split in ((np.sort(days), {"by": "random"}), (days, {})):
+    small = (np.arange(400) % 256).astype(np.uint8)
+    cases = ((np.sort(days), {"by": "random"}), (days, {}), (small, {}))
+    for values, split in cases:
         path = csv(tmp_path / "other.csv", day=values, price=COUNTS[:400])
         assert "rising" not in plan_rows(path, split=split)[1].columns[2].why
 
