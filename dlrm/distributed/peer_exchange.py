@@ -46,11 +46,11 @@ class PeerExchange:
         """
         return self._to_holders("ids", ids.split(list(give)), give)
 
-    def columns(self, vectors: Tensor) -> Tensor:
+    def columns(self, own: Tensor) -> Tensor:
         """Send columns ``[F, B]`` to every rank; returns those of all side by side."""
         ranks = self._world.size
-        received = self._to_holders("columns", [vectors] * ranks, [vectors.numel()] * ranks)
-        return received.view(ranks, *vectors.shape).transpose(0, 1).flatten(1)
+        received = self._to_holders("columns", [own] * ranks, [own.numel()] * ranks)
+        return received.view(ranks, *own.shape).transpose(0, 1).flatten(1)
 
     def vectors(self, found: Tensor, give: Sequence[int], get: Sequence[int]) -> list[Tensor]:
         """Send vectors to every rank, and receive a part from each; differentiable.
@@ -108,12 +108,12 @@ class PeerExchange:
         received = self._memory(name, like, room)
 
         # The copy to this process runs next to those over links.
-        arrival = side_stream_of(like.device, "arrival")
+        own = side_stream_of(like.device, "arrival")
         for rank, there in zip(self._world.ring, received.peers.tensors, strict=True):
             part = parts[rank].reshape(-1)
-            with arrival.fork() if rank == self._world.rank else nullcontext():
+            with own.fork() if rank == self._world.rank else nullcontext():
                 there[starts[rank] : starts[rank] + len(part)].copy_(part)
-        arrival.join()
+        own.join()
         received.barrier()
         return received.local
 

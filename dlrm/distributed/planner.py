@@ -212,7 +212,7 @@ def plan_shards(
         return shard_rows(*shape, page, known.get(table), by_count=by_count)
 
     def of_type(name: str) -> list[int]:
-        return [table for table, wish in enumerate(sharding_types) if wish == name]
+        return [table for table, own in enumerate(sharding_types) if own == name]
 
     whole = of_type("table")
     free = sorted(of_type("auto"), key=lambda table: (-size[table], -loads[table]))
@@ -249,9 +249,9 @@ def describe_shards(
     work = sum(_work(shard, loads) for shard in shards) or 1.0
     lines = []
     for rank in range(ranks):
-        on_rank = [shard for shard in shards if shard.rank == rank]
+        own = [shard for shard in shards if shard.rank == rank]
         parts = []
-        for shard in on_rank:
+        for shard in own:
             full = [p for p in shards if p.table == shard.table]
             text = printable(names[shard.table])
             if len({p.rows for p in full}) > 1:
@@ -259,8 +259,8 @@ def describe_shards(
             if len({p.columns for p in full}) > 1:
                 text += f" columns {shard.columns[0]}-{shard.columns[1]}"
             parts.append(text)
-        held = sum(shard.height * shard.width for shard in on_rank) * 4e-6
-        busy = sum(_work(shard, loads) for shard in on_rank) / work
+        held = sum(shard.height * shard.width for shard in own) * 4e-6
+        busy = sum(_work(shard, loads) for shard in own) / work
         text = "; ".join(parts) or "no table"
         lines.append(f"rank {rank}: {held:,.1f} MB, {busy:.0%} of the look-ups: {text}")
     return "\n".join([*lines, f"imbalance {imbalance(shards, loads, ranks):.2f}"])

@@ -174,13 +174,13 @@ class EmbeddingBag(nn.Module):
     ) -> None:
         """Also loads the full table that ``nn.EmbeddingBag`` saves as ``weight``."""
         if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
-            table = next(self.embedding.parameters())
-            if table.is_meta:
+            own = next(self.embedding.parameters())
+            if own.is_meta:
                 raise ValueError(
                     f"{prefix}weight can't be fitted to a table on the meta device: create the "
                     "EmbeddingBag on a real device"
                 )
-            self.embedding.load_dense([weight.to(table)])
+            self.embedding.load_dense([weight.to(own)])
             state_dict.update(self.embedding.state_dict(prefix=f"{prefix}embedding."))
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 

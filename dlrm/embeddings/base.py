@@ -160,10 +160,10 @@ class Embedding(PacksRows, ABC):
     def options(cls) -> dict[str, inspect.Parameter]:
         """The kind's own options: its keyword-only arguments that the contract does not have."""
         common = inspect.signature(Embedding.__init__).parameters
-        arguments = inspect.signature(cls.__init__).parameters
+        own = inspect.signature(cls.__init__).parameters
         return {
             name: parameter
-            for name, parameter in arguments.items()
+            for name, parameter in own.items()
             if parameter.kind is parameter.KEYWORD_ONLY and name not in common
         }
 

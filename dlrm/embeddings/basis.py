@@ -84,7 +84,7 @@ class Basis(Embedding):
 
     def _tables_of_codes(self) -> list[tuple[Tensor, Tensor]]:
         """Codes ``[V, bytes]`` and centroids ``[parts, clusters, D / parts]`` of each table."""
-        weights = self.weight.detach().split([self.parts * count for count in self.clusters])
+        weights = self.weight.detach().split([self.parts * own for own in self.clusters])
         return [
             (codes, weight.unflatten(0, (self.parts, -1)))
             for codes, weight in zip(self.codes.split(self.num_embeddings), weights, strict=True)
@@ -168,8 +168,8 @@ def fit_codebook(weight: Tensor, centroids: Tensor) -> Tensor:
         The codes, int64 ``[V, parts]``.
     """
     columns = []
-    for part, piece in zip(centroids, weight.chunk(len(centroids), 1), strict=True):
-        found, codes = kmeans(piece, len(part))
-        part.copy_(found)
+    for own, piece in zip(centroids, weight.chunk(len(centroids), 1), strict=True):
+        found, codes = kmeans(piece, len(own))
+        own.copy_(found)
         columns.append(codes)
     return torch.stack(columns, 1)

@@ -197,7 +197,7 @@ class BasisLinear(nn.Module):
     def to_dense(self) -> Tensor:
         """The weight of the ``nn.Linear`` with the same outputs, ``[V, in_features]``."""
         codes = self.codes_of_outputs().t()
-        return torch.cat([part[code] for part, code in zip(self.weight, codes, strict=True)], 1)
+        return torch.cat([own[code] for own, code in zip(self.weight, codes, strict=True)], 1)
 
     def footprint(self) -> dict[str, int]:
         """Bytes by part. What is computed from the codes is kept from the first call on that needs

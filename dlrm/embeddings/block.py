@@ -113,8 +113,8 @@ class Block(SharedRows):
 
         Rows that are not kept are replaced by their mean.
         """
-        last = self.num_kept[table] - 1
-        head, tail = weight[:last], weight[last:]
+        own = self.num_kept[table] - 1
+        head, tail = weight[:own], weight[own:]
         mean = tail.mean(0, keepdim=True)
         if self.projection is None:
             return torch.cat([head, mean])

@@ -64,12 +64,12 @@ class Drop(SharedRows):
             number = budget.size // budget.row_bytes - len(num_embeddings)
             keep = FrequencyOrder(others).first(number)
         return [
-            None if table <= rows + 1 else {"keep": rows}
-            for table, rows in zip(num_embeddings, keep, strict=True)
+            None if table <= own + 1 else {"keep": own}
+            for table, own in zip(num_embeddings, keep, strict=True)
         ]
 
 
 def kept_and_mean(weight: Tensor, rows: int) -> Tensor:
     """The rows of a dense table that are kept, and the mean of the others: ``rows`` in all."""
-    single = rows - 1
-    return torch.cat([weight[:single], weight[single:].mean(0, keepdim=True)])
+    own = rows - 1
+    return torch.cat([weight[:own], weight[own:].mean(0, keepdim=True)])

@@ -143,7 +143,7 @@ class QR(Embedding):
 
     def footprint(self) -> list[dict[str, int]]:
         sides = (self.quotient, self.quotients), (self.remainder, self.remainders)
-        q, r = ([rows * bytes_of_a_row(weight) for rows in side] for weight, side in sides)
+        q, r = ([rows * bytes_of_a_row(weight) for rows in own] for weight, own in sides)
         return [{"weights": sum(both)} for both in zip(q, r, strict=True)]
 
     @classmethod

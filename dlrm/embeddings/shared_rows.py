@@ -83,7 +83,7 @@ class SharedRows(Embedding):
         self, kept: Sequence[int], rows: Tensor, columns: int | None = None
     ) -> None:
         """Let the row that later ids share stay zero: ``rows [F]``, of tables that keep so many."""
-        partly = [f for f, count in enumerate(kept) if count < self.num_embeddings[f]]
+        partly = [f for f, own in enumerate(kept) if own < self.num_embeddings[f]]
         self._zeros = rows.index_select(0, torch.tensor(partly, dtype=torch.int64))
         self._zero_columns = columns
 
@@ -102,11 +102,11 @@ class SharedRows(Embedding):
             return None
 
         def wide(most: int) -> int:
-            return sum(min(rows, most) for rows in self.num_kept)
+            return sum(min(own, most) for own in self.num_kept)
 
         limit = sum(self.num_kept) // WIDE
         most = bisect_right(range(max(self.num_kept) + 1), limit, key=wide) - 1
-        return tuple(min(rows, most) for rows in self.num_kept)
+        return tuple(min(own, most) for own in self.num_kept)
 
     @property
     def _source(self) -> RowSource:
@@ -156,8 +156,8 @@ class SharedRows(Embedding):
         if self._overflow_row is None:
             return [(0, wide, offset), (wide, kept, narrow)]
         # The row that many ids share comes first: it is used most.
-        single = max(wide - 1, 0)
-        ranges = [(0, single, offset + 1), (single, kept - 1, narrow + 1)]
+        own = max(wide - 1, 0)
+        ranges = [(0, own, offset + 1), (own, kept - 1, narrow + 1)]
         return [*ranges, (kept - 1, kept, (offset if wide else narrow) - kept + 1)]
 
     @torch.no_grad()
@@ -243,10 +243,10 @@ def num_kept_of(
     if keep is None:
         return tuple(num_embeddings)
     each = [keep] * len(num_embeddings) if isinstance(keep, int) else keep
-    valid = all(isinstance(count, int) and count >= 0 for count in each)
+    valid = all(isinstance(own, int) and own >= 0 for own in each)
     if not valid or len(each) != len(num_embeddings):
         raise ValueError(
             f"{kind} keep is {keep}: set --{kind}.keep to a number of ids, 0 or more; in code it "
             f"may be a list of one for each of the {len(num_embeddings)} tables"
         )
-    return tuple(min(table, count + 1) for table, count in zip(num_embeddings, each, strict=True))
+    return tuple(min(table, own + 1) for table, own in zip(num_embeddings, each, strict=True))

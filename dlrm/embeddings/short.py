@@ -96,9 +96,9 @@ class Short(SharedRows):
 
         The other weights are lost: ``block`` fits trained tables better.
         """
-        last, kept = self.num_short[table] - 1, self.num_kept[table]
+        own, kept = self.num_short[table] - 1, self.num_kept[table]
         weight = weight[:, : self.dim] / self.scale
-        short = torch.cat([weight[last:].mean(0, keepdim=True), weight[:last]])
+        short = torch.cat([weight[own:].mean(0, keepdim=True), weight[:own]])
         short = functional.pad(short, (0, 0, 0, kept * self.per_row - len(short)))
         return short.view(kept, -1)
 

@@ -175,7 +175,7 @@ class TT(CachesHotRows, Embedding):
                 f"cache_first is {first}: set --tt.cache_first to a number of ids, 0 or more, that "
                 f"comes to at most the {cache_rows} --tt.cache_rows in all {self.num_tables} tables"
             )
-        return [min(ids, rows) for ids, rows in zip(each, self.in_train, strict=True)]
+        return [min(own, rows) for own, rows in zip(each, self.in_train, strict=True)]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -251,8 +251,8 @@ class RowOptimizer(Optimizer):
         """For copies: the base class returns only its own attributes."""
         for _, cached in _caches(self):
             cached.flush()
-        extra = {"_stochastic": self._stochastic, "_given": self._given}
-        return {**super().__getstate__(), **extra}
+        own = {"_stochastic": self._stochastic, "_given": self._given}
+        return {**super().__getstate__(), **own}
 
 
 def apply_in_backward(

@@ -28,8 +28,7 @@ DIVERGED = 6 * GUESSING
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
 CALIBRATED = 32768  # training rows, at most, that show where the average of the scores is,
 OF_A_CLASS = 2048  # and of them, about as many of the rarer class: the average is then known to 2%
-SPREAD = 1 << 29  # bytes of decoded rows, at most, to choose these from where files are sorted
-SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
+SPREAD = 1 << 28  # bytes of decoded rows, at most, to choose these from
 ALIKE = 100  # rows; a model may well give fewer the same score
 
 
@@ -69,8 +68,7 @@ class HeldOut:
     def use(self, rows: HeldOutRows) -> None:
         """Evaluate the model on other rows from now on."""
         self._loaders, self._groups, self._seen = rows
-        # Opened once; the footers of all files take a fifth of a second. One reader reads enough.
-        self._first_rows = cache(lambda: self._seen(shuffle=False, readers=1))
+        self._some_seen = cache(self._read_some)  # once: the footers of all files take a while
         self._collapsed, self.diverged = False, ""
         self.loss = math.nan
         self.plots: Plots | None = None
@@ -128,22 +126,14 @@ class HeldOut:
 
         Rows count by their weight, so the scores are moved as the loss moves them, and back.
         """
-        loader = self._first_rows()
-        train = loader.meta.splits["train"]
-        rarer = max(train.rarer, 1)
-        rows = min(CALIBRATED, OF_A_CLASS * train.rows // rarer)
-        logits, labels, *weights = self._predict_first(loader, rows)
+        logits, labels, *weights = self._predict_seen()
 
-        # If rows are sorted, as by the label, the first ones are unlike the others. Then rows from
-        # all over the files count by class, since one may be in few of the chosen row groups.
-        share = train.positives / train.rows
-        if abs(float(labels.double().mean()) - share) * train.rows > rarer / 10:
-            spread = self._seen(shuffle=True, window=None, memory=SPREAD)
-            logits, labels, *weights = self._predict_first(spread, CALIBRATED)
-            if labels.min() < labels.max():
-                weights = [by_class(labels, share, *weights)]
-            else:
-                labels = (logits + self._shift).sigmoid()  # the average stays as trained
+        # They count by class, since the chosen row groups may have more of one than all have.
+        if labels.min() < labels.max():
+            train = self._some_seen()[0].meta.splits["train"]
+            weights = [by_class(labels, train.positives / train.rows, *weights)]
+        else:
+            labels = (logits + self._shift).sigmoid()  # the average stays as trained
         if later is not None:
             later = later[0] + self._shift, *later[1:]
         scale, shift = fit_calibration((logits + self._shift, labels, *weights), later)
@@ -168,8 +158,7 @@ class HeldOut:
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {metrics.REMEDY}"
         if log_loss > OVERFITTED:
             return problem
-        seen = self._predict_first(self._first_rows(), SAMPLES)
-        return problem if self._uncalibrated_loss(*seen) > DIVERGED else ""
+        return problem if self._uncalibrated_loss(*self._predict_seen()) > DIVERGED else ""
 
     def _uncalibrated_loss(
         self, logits: Tensor, labels: Tensor, weights: Tensor | None = None
@@ -191,11 +180,18 @@ class HeldOut:
             )
         return True
 
-    def _predict_first(self, loader: BatchLoader, rows: int) -> tuple[Tensor, ...]:
-        """Logits, labels and any weights of the first rows of a loader, about ``rows`` of them."""
-        share = loader.batch_size * self._world.size
-        count = min(-(-rows // share), len(loader))
-        return self._predict(loader, islice(loader, count), min(count * share, loader.rows))
+    def _read_some(self) -> tuple[BatchLoader, list[Batch], int]:
+        """A loader of training rows from all over the files, its first batches, and their rows. The
+        first rows of a log would not do: of their ids, nothing was known then."""
+        loader = self._seen(shuffle=True, window=None, memory=SPREAD)
+        train, share = loader.meta.splits["train"], loader.batch_size * self._world.size
+        rows = min(CALIBRATED, OF_A_CLASS * train.rows // max(train.rarer, 1))
+        batches = list(islice(loader, -(-rows // share)))
+        return loader, batches, min(len(batches) * share, loader.rows)
+
+    def _predict_seen(self) -> tuple[Tensor, ...]:
+        """Logits, labels and any weights of some of the training rows."""
+        return self._predict(*self._some_seen())
 
     def _predict(
         self,

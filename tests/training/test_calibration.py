@@ -47,6 +47,16 @@ def test_a_drift_of_the_validation_rows_does_not_move_the_average():
     )
 
 
+def test_scores_that_are_higher_on_later_rows_are_moved_half_as_far():
+    """As where a model knows its training rows by heart; more than so far, they are other rows."""
+    seen, (logits, labels) = rows(1.0), rows(1.0, seed=1)
+    for higher, moved in ((0.4, 0.2), (-0.3, -0.15), (3.0, 0.25)):
+        scale, shift = fit_calibration(seen, (logits + higher, labels))
+        average = float(((logits + higher) * scale + shift).sigmoid().mean())
+        expected = float((logits + higher - moved).sigmoid().mean())
+        assert average == pytest.approx(expected, abs=0.01)
+
+
 def test_rows_that_do_not_count_and_scores_that_say_nothing():
     seen, (logits, labels) = rows(1.0), rows(1.8, seed=1)
     weights = torch.ones_like(labels)
@@ -111,9 +121,9 @@ def test_states_are_compared_at_the_odds_of_the_weights():
     [
         (0.25, 0.25, 2048 * 4),
         (0.75, 0.75, 2048 * 4),
-        (0.25, 0.5, 2048 * 4 + 32768),  # the first ones are unlike the others
-        (0.25, 1.0, 2048 * 4 + 32768),
-        (0.01, 0.25, 2 * 32768),
+        (0.25, 0.5, 2048 * 4),  # those that were read are unlike the others
+        (0.25, 1.0, 2048 * 4),
+        (0.01, 0.25, 32768),
         (0.0, 0.0, 32768),
     ],
 )
@@ -135,7 +145,7 @@ def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, first, want
     assert sum(read) == wanted
     scale, shift = model.calibration.tolist()
     assert scale == 1
-    if first == 1:  # rows of one class say nothing of the average
+    if first in (0, 1):  # rows of one class say nothing of the average
         assert shift == pytest.approx(0, abs=1e-6)
     else:
         lowest = 1 / (1 + math.exp(LARGEST_SHIFT - 0.5))

@@ -105,7 +105,7 @@ def max_rows(budget: Budget, kind: str, row_bytes: int | None = None) -> int:
 
     def cost(rows: int) -> int:
         most = max(rows, 1) * (row_bytes or budget.row_bytes)
-        return sum(min(ids * budget.row_bytes, most) for ids in budget.num_embeddings)
+        return sum(min(own * budget.row_bytes, most) for own in budget.num_embeddings)
 
     return highest_level(cost, max(budget.num_embeddings), budget.size, kind)
 
@@ -116,7 +116,7 @@ def max_rows_options(
     """The option ``rows`` of each table by :func:`max_rows`; None where all rows fit."""
     rows = max_rows(budget, kind, row_bytes)
     dense, most = budget.row_bytes, rows * (row_bytes or budget.row_bytes)
-    return [None if ids * dense <= most else {"rows": rows} for ids in budget.num_embeddings]
+    return [None if own * dense <= most else {"rows": rows} for own in budget.num_embeddings]
 
 
 def allocate(

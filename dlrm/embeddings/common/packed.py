@@ -61,8 +61,8 @@ class PacksRows(nn.Module):
         return self
 
     def _packed(self) -> dict[str, PackedParameter]:
-        parameters = self._parameters.items()
-        return {name: weight for name, weight in parameters if isinstance(weight, PackedParameter)}
+        own = self._parameters.items()
+        return {name: weight for name, weight in own if isinstance(weight, PackedParameter)}
 
     @contextmanager
     def _without(self, names: Iterable[str]) -> Iterator[None]:

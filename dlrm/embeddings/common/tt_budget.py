@@ -81,13 +81,13 @@ class Planner:
         row, weight = self._budget.row_bytes, self._weight
         dense = [rows * row for rows in self._budget.num_embeddings]
         tails = [
-            tuple(self._p) if self._p else factorize_rows(rows - kept, self._d)
-            for rows, kept in zip(self._budget.num_embeddings, keep, strict=True)
+            tuple(self._p) if self._p else factorize_rows(rows - own, self._d)
+            for rows, own in zip(self._budget.num_embeddings, keep, strict=True)
         ]
-        exact = [row * (exact_rows + 1) if any(keep) else 0 for exact_rows in keep]
+        exact = [row * (own + 1) if any(keep) else 0 for own in keep]
 
         # Tables that a train does not make smaller are left out; then ranks may be shorter.
-        tables = [t for t, kept in enumerate(keep) if kept + 1 < self._budget.num_embeddings[t]]
+        tables = [t for t, own in enumerate(keep) if own + 1 < self._budget.num_embeddings[t]]
         sizes = list(dense)
         while tables:
             ranks = clip_ranks(rank, [tails[t] for t in tables], self._q)
@@ -134,8 +134,8 @@ class Planner:
 
         def rest(most: int) -> list[int]:
             frequent = self._order.first(most)
-            rest = [max(ids - exact, 0) for ids, exact in zip(frequent, plan.keep, strict=True)]
-            return [ids if table in plan.compressed else 0 for table, ids in enumerate(rest)]
+            own = [max(ids - exact, 0) for ids, exact in zip(frequent, plan.keep, strict=True)]
+            return [ids if table in plan.compressed else 0 for table, ids in enumerate(own)]
 
         lengths = range(len(self._order) + 1)
         return rest(bisect_right(lengths, number, key=lambda most: sum(rest(most))) - 1)

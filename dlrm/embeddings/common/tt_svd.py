@@ -129,7 +129,7 @@ def tt_svd(
     cores.append(rest.view(ranks[d - 1], p[-1], q[-1], 1).transpose(0, 1))
     deviations = [core.square().mean().sqrt().clamp(min=1e-30) for core in cores]
     common = torch.stack(deviations).log().mean().exp()
-    return [core * (common / deviation) for core, deviation in zip(cores, deviations, strict=True)]
+    return [core * (common / own) for core, own in zip(cores, deviations, strict=True)]
 
 
 def _truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -234,9 +234,9 @@ def _drift_gradient(
     def gradient(change: Tensor) -> Tensor:
         out = torch.zeros_like(change)
         for start, sizes, left, right in forms:
-            rows = slice(start, start + sizes[0])
-            out[rows] = torch.einsum(
-                "ab,nbqc,cd->naqd", left, change[rows].view(sizes), right
+            own = slice(start, start + sizes[0])
+            out[own] = torch.einsum(
+                "ab,nbqc,cd->naqd", left, change[own].view(sizes), right
             ).reshape(sizes[0], -1)
         return out
 
