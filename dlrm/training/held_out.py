@@ -28,7 +28,7 @@ DIVERGED = 6 * GUESSING
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
 CALIBRATED = 32768  # training rows, at most, that show where the average of the scores is,
 OF_A_CLASS = 2048  # and of them, about as many of the rarer class: the average is then known to 2%
-SPREAD = 1 << 28  # bytes of decoded rows, at most, to choose these from
+SPREAD = 1 << 27  # bytes of decoded rows, at most, to choose these from
 ALIKE = 100  # rows; a model may well give fewer the same score
 
 
