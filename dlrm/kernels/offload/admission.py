@@ -41,7 +41,6 @@ from dlrm.kernels.offload.transfer import (
 )
 
 BLOCK = 1024  # look-ups or slots of a program
-FEW = 4096  # up to so many look-ups, all may miss; otherwise a quarter of them
 BINS = tl.constexpr(256)  # of scores; the last one is for slots that can't be taken
 LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins distinguish
 CLAIMED = tl.constexpr(-(2**31))  # instead of the slot of a missing row that is in the list
@@ -306,7 +305,7 @@ def _list_moves(
         shift: log2 of the rows of a page of host memory, rounded down.
     """
     n, capacity = ids.numel(), len(index.slot_to_row)
-    most, pages = max(min(n, FEW), n // 4), (len(index.row_to_slot) >> shift) + 1
+    most, pages = min(n, capacity), (len(index.row_to_slot) >> shift) + 1
     counts = torch.zeros(4 + BINS.value + 2 * pages, dtype=torch.int32, device=ids.device)
     counters, histogram, pages_of = counts.split([4, BINS.value, 2 * pages])
     missing_pages, leaving_pages = pages_of.split(pages)

@@ -39,7 +39,7 @@ from dlrm.kernels.update.packed import PackedParameter, PackedRows, packed_rows,
 from dlrm.utils.streams import side_stream_of
 
 SHARE = 0.97  # of the slots that two windows should need: rows without one are slow
-DEMAND = 0.15  # slots that they need for each of their look-ups, as long as it is unknown
+DEMAND = 0.25  # slots that they need for each of their look-ups, as long as it is unknown
 
 Window = tuple[Tensor, Tensor | None]
 """The ids ``[F, B]`` of a prefetch window, and where their tables begin: see :func:`move_rows`."""

@@ -28,7 +28,7 @@ from tests.kit import combinations
 ROWS, DIM = 60, 3
 SMALL = {
     sparse: {"TILE": 1},
-    admission: {"BLOCK": 32, "FEW": 64, "PAGE": 64},
+    admission: {"BLOCK": 32, "PAGE": 64},
     transfer: {"MOVERS": 3, "ROWS": 8},
 }
 
@@ -204,6 +204,12 @@ def test_rows_move_in_order_of_their_pages(device, monkeypatch):
             assert len(listed.unique()) == 20
             assert ((listed // 4).diff() >= 0).all()
         assert sorted(moves.targets[:20].tolist()) == list(range(20))
+
+
+def test_an_empty_cache_takes_all_rows_of_a_window(device):
+    _, _, _, cached, _ = make(device, ROWS, "sgd")
+    look_up(cached, torch.arange(ROWS, device=device), training=True)
+    assert (cached.slots >= 0).all()
 
 
 @pytest.mark.gpu
