@@ -320,6 +320,23 @@ def test_the_warmest_rows_stay():
     assert owners.issuperset(hot.tolist())
 
 
+def test_small_tables_stay_in_the_cache_as_a_whole():
+    (_, group), (_, optimizer) = pair("adagrad", 30)  # 10 of them would be more than a quarter
+    for index in range(20):
+        batches = [draw() for _ in range(3)]
+        group.begin_window(batches, [])
+        assert torch.equal(group.cached.slots[-3:], torch.arange(3, dtype=torch.int32))
+        for ids in batches:
+            step(group, optimizer, ids, context=LookupContext(rows_fetched=True))
+        if index % 5 == 3:  # the cache is empty afterwards
+            group.state_dict()
+            assert (group.cached.slots < 0).all()
+    stats = group.cache_stats()
+    assert stats["lookups"] == 20 * 3 * 24
+    assert 1 / 3 < stats["hits"] / stats["lookups"] < 0.9
+    assert stats["bytes_in"] > stats["bytes_out"] > 0
+
+
 def test_stats_and_footprint_tell_what_the_cache_does():
     group = build("offload", [10], 4, cache_rows=4)
     assert group.footprint() == [{"host": 160}]

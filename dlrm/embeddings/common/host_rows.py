@@ -26,6 +26,7 @@ from dlrm.utils.bags import Bags
 MAX_WINDOW = 32  # batches of a prefetch window
 MAX_SMALL_WINDOW = 96  # if steps are so short that launches set the pace
 SMALL_WINDOW = 1 << 23  # look-ups of such a window
+SMALL_TABLE = 1 << 17  # rows of a table that stays in the cache, so that windows do not list them
 MAX_LOOKUPS = 1 << 25  # of a prefetch window: more would gain little and take more memory
 
 
@@ -153,6 +154,8 @@ class HostRows(PrefetchesRows, SharedRows):
         if not self.cached.moves:
             return
         self.cached.wait()
+        if self.cached.empty:
+            self._keep_small_tables()
         rows = self._rows_of(now)
         with self.cached.side.fork():
             next_rows = self._rows_of(coming)
@@ -162,13 +165,24 @@ class HostRows(PrefetchesRows, SharedRows):
         self.cached.side.keep([*ids, *self.buffers()])  # all of these may be dropped meanwhile
         self.cached.begin_window(rows, next_rows, batches=len(now) + len(coming))
 
+    def _keep_small_tables(self) -> None:
+        """Keep the tables in the cache that nearly every window would use as a whole."""
+        room, kept = len(self.cached.index.slot_to_row) // 4, []
+        for table in sorted(range(len(self.num_kept)), key=self.num_kept.__getitem__):
+            room -= self.num_kept[table]
+            if room < 0 or self.num_kept[table] > SMALL_TABLE:
+                break
+            kept.append(table)
+        self.cached.keep(kept, self._offsets, self.num_kept)
+
     def _rows_of(self, batches: Sequence[Ids]) -> tuple[Tensor, Tensor | None] | None:
         """The ids of several batches as of one, and where the tables begin."""
         if not batches:
             return None
         one_hot = [ids for ids in batches if isinstance(ids, Tensor)]
         if len(one_hot) == len(batches):
-            return torch.cat(one_hot, dim=1), self._offsets
+            starts = self.cached.starts
+            return torch.cat(one_hot, dim=1), self._offsets if starts is None else starts
 
         rows = [
             ids.ids + self._offsets[ids.tables(len(self.num_kept))]

@@ -44,6 +44,7 @@ BLOCK = 1024  # look-ups or slots of a program
 BINS = tl.constexpr(256)  # of scores; the last one is for slots that can't be taken
 LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins distinguish
 CLAIMED = tl.constexpr(-(2**31))  # instead of the slot of a missing row that is in the list
+FOREVER = 2**31 - 1  # when a slot was last used whose row stays in the cache
 PAGE = 1 << 16  # bytes of host memory whose addresses are translated together
 
 
@@ -56,7 +57,7 @@ class CacheIndex(NamedTuple):
     slot_to_row: Tensor
     """Row of each slot, ``[C]`` int32; -1 for a free slot."""
     last_used: Tensor
-    """Last window that uses each slot, ``[C]`` int32."""
+    """Last window that uses each slot, ``[C]`` int32; FOREVER for a row that always stays."""
     lfu_score: Tensor
     """Log2 of the LFU score plus ``t / half_life``, ``[C]`` fp32. As later windows add more, old
     scores decay without an update."""
@@ -118,10 +119,12 @@ def _list_missing(
     """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64)
+    listed, start = inside, 0
     if starts is not None:
-        row += tl.load(starts + k // batch, mask=inside, other=0)
-    slot = tl.load(index.row_to_slot + row, mask=inside, other=CLAIMED)
+        start = tl.load(starts + k // batch, mask=inside, other=0)
+        listed = inside & (start >= 0)  # rows of other tables always stay
+    row = tl.load(ids + k, mask=listed, other=0).to(tl.int64) + start
+    slot = tl.load(index.row_to_slot + row, mask=listed, other=CLAIMED)
     cached = slot >= 0
 
     # Cached rows. Most look-ups are of rows that others have marked: to store again costs more.
@@ -131,7 +134,7 @@ def _list_missing(
     tl.store(index.last_used + slot, window, mask=cached & (used < window))
     if tl.program_id(0) == 0:
         tl.atomic_add(index.traffic, tl.full((), n, tl.int64), sem="relaxed")
-    hits = tl.sum(cached.to(tl.int32), 0)
+    hits = tl.sum((cached | (inside & ~listed)).to(tl.int32), 0)
     tl.atomic_add(index.traffic + 1, hits.to(tl.int64), sem="relaxed")
 
     # Rows that the current window uses in host memory stay there.
@@ -281,7 +284,8 @@ def move_rows(
         index: the index of the cache; updated in place.
         tensors: what is moved: ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
         ids: ``[F, B]`` contiguous, int32 or int64; B is the number of samples of all its batches.
-        starts: first row of each table, ``[F]`` int64; None for zeros.
+        starts: first row of each table, ``[F]`` int64, -1 for a table all of whose rows stay in the
+            cache; None for zeros.
         ahead: move those of the next window, while the current one may be in progress.
         impl: see :mod:`dlrm.kernels`.
     """
@@ -346,7 +350,7 @@ def move_rows_torch(
     time = window / index.half_life
 
     # Cached rows.
-    listed = ids.long() if starts is None else ids + starts[:, None]
+    listed = ids.long() if starts is None else (ids + starts[:, None])[starts >= 0]
     rows, uses = listed.unique(return_counts=True)
     slot = index.row_to_slot[rows].long()
     cached = slot[slot >= 0]

@@ -13,6 +13,8 @@ stream. No row is used while it moves:
   complete.
 - No row that window t uses, in a slot or in host memory, is fetched or evicted, and no row of
   window t + 1 is evicted. At most, rows that move share a sector of memory with such rows.
+- Rows of small tables may be kept: they come into the empty cache, between steps, and never leave.
+  So windows do not list them.
 - Window t + 1, and everything else that accesses the table, begins after the side stream. A row
   that is evicted and used again is read by the next move, on the same stream, or later.
 """
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.source import KernelSource, SourceKind, Weight
-from dlrm.kernels.offload.admission import CacheIndex, move_rows
+from dlrm.kernels.offload.admission import FOREVER, CacheIndex, move_rows
 from dlrm.kernels.offload.pinned_memory import (
     empty_on_host,
     in_host_memory,
@@ -180,6 +182,7 @@ class CachedRows(Weight):
         self.tensors: list[tuple[Tensor, Tensor]] = []  # in host memory, in the cache
         self.active = False
         self.ready = False  # the rows of the window are where begin_window put them
+        self.starts: Tensor | None = None  # those of tables, once some have been kept
 
     @torch.no_grad()
     def start(self) -> None:
@@ -191,6 +194,7 @@ class CachedRows(Weight):
         self.index = CacheIndex.empty(host, capacity, self.half_life)
         self.side = side_stream_of(device, "rows")
         self._moving = False  # rows are on their way
+        self.empty, self.starts = True, None
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
@@ -254,6 +258,31 @@ class CachedRows(Weight):
             return 0, 0
         return sum(cache.nbytes for _, cache in self.tensors), self.index.nbytes
 
+    @torch.no_grad()
+    def keep(self, tables: Sequence[int], starts: Tensor, sizes: Sequence[int]) -> None:
+        """Bring all rows of some tables into the empty cache, where they stay until it is emptied.
+
+        Windows that have :attr:`starts` as theirs do not list them.
+
+        Args:
+            tables: numbers of these tables, whose rows have slots.
+            starts: first row of each table, ``[F]`` int64.
+            sizes: rows of each table.
+        """
+        assert self.empty
+        self.starts, slot = starts.clone(), 0
+        for table in tables:
+            first, size = sum(sizes[:table]), sizes[table]
+            rows, slots = slice(first, first + size), slice(slot, slot + size)
+            for host, cache in self.tensors:
+                cache[slots] = host[rows]
+            numbers = torch.arange(slot, slot + size, dtype=torch.int32, device=starts.device)
+            self.index.row_to_slot[rows] = numbers
+            self.index.slot_to_row[slots] = numbers + (first - slot)
+            self.starts[table] = -1
+            slot += size
+        self.index.last_used[:slot] = FOREVER
+
     # Looking up and moving --------------------------------------------------------------------
 
     def begin_window(self, now: Window | None, coming: Window | None, *, batches: int = 1) -> None:
@@ -271,6 +300,7 @@ class CachedRows(Weight):
         if not self.moves:
             return
         self.wait()
+        self.empty = False
         self.index.step.add_(1)
         self.index.traffic[4] += batches
         self.ready = True
@@ -329,6 +359,7 @@ class CachedRows(Weight):
         self.flush()
         self.index.clear()
         self.ready = False
+        self.empty, self.starts = True, None
 
     def stop(self) -> None:
         """Write all rows back and stop caching until the next :meth:`start`."""
