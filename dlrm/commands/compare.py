@@ -246,7 +246,7 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
 
 
 def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, kinds: Sequence[str]) -> None:
-    """Plot the runs on one data set; ``kinds`` are all but dense."""
+    """Plot the runs on one data set; ``kinds`` are all of them except dense."""
     shown = summary.dropna(subset=metric).sort_values("MB")
     for kind, points in shown.groupby("emb"):
         dense = kind == "dense"

@@ -25,7 +25,7 @@ from dlrm.config.cli import parse
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
-from tests.kit import write_synthetic
+from tests.kit import wait_for, write_synthetic
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["batch_size=256", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "device=cpu"]
@@ -525,9 +525,7 @@ def start(name, data, runs):
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    until = time.monotonic() + 60
-    while not (runs / "dense-0" / "config.yaml").exists() and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for(runs / "dense-0" / "config.yaml", "", process)
     return process
 
 

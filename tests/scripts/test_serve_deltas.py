@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 import dlrm
 from dlrm.export.days import in_own_process
 from dlrm.kernels.dynamic.slot_index import EMPTY
+from dlrm.utils.shipped import shipped_program
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 
-from tests.scripts.test_delta import applied
+from tests.kit import wait_for
 from tests.scripts.test_serve import JSON, ROOT, Served, as_json
 
 SMALL = ["--batch_size", "64", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
@@ -117,9 +118,7 @@ def test_the_process_that_exports_ends_with_its_parent(tmp_path):
         f"    in_own_process(os.system, 'echo $PPID > {children}; sleep 30')\n"
     )
     parent = subprocess.Popen([sys.executable, made], cwd=ROOT)
-    while not (children.exists() and children.read_text()):
-        assert parent.poll() is None
-        time.sleep(0.05)
+    wait_for(children, "\n", parent)
     parent.kill()
     parent.wait()
 
@@ -130,27 +129,28 @@ def test_the_process_that_exports_ends_with_its_parent(tmp_path):
         time.sleep(0.05)
 
 
-def test_errors_of_the_process_that_exports_are_raised():
-    with pytest.raises(ValueError, match="invalid literal"):
-        in_own_process(int, "x")
+def test_a_process_that_exports_and_is_killed_is_an_error():
+    """Other errors are raised as they are: see the run whose exports are of another run."""
     with pytest.raises(OSError, match="the process that exports was killed: is there enough"):
         in_own_process(signal.raise_signal, signal.SIGKILL)
 
 
 def test_deltas_in_another_order_twice_or_after_a_gap_are_refused(followed, tmp_path):
+    apply_delta = shipped_program("apply_delta").apply_delta
     first, second = (followed.exports / f"day_{day}.delta" for day in (1, 2))
-    gap = applied(followed.base, second, tmp_path / "made")
-    assert (
-        "from step 14 of the run, and that is at step 7, so deltas between them are" in gap.stderr
-    )
-    assert applied(followed.base, first, tmp_path / "one").returncode == 0
-    twice = applied(tmp_path / "one", first, tmp_path / "made")
-    assert f"than {tmp_path / 'one'}, which has it already" in twice.stderr
-    assert applied(tmp_path / "one", second, tmp_path / "two").returncode == 0
-    back = applied(tmp_path / "two", first, tmp_path / "made")
-    assert "from step 7 of the run, and that is at step 21: name that one" in back.stderr
-    assert not (tmp_path / "made").exists()
-    manifests = [own / "manifest.json" for own in (tmp_path / "two", followed.exports / "day_2")]
+    one, two, made = (tmp_path / name for name in ("one", "two", "made"))
+
+    def refused(base, delta, why):
+        with pytest.raises(ValueError, match=why):
+            apply_delta(base, delta, made)
+        assert not made.exists()
+
+    refused(followed.base, second, "is at step 7, so deltas between them are missing")
+    apply_delta(followed.base, first, one)
+    refused(one, first, f"than {one}, which has it already")
+    apply_delta(one, second, two)
+    refused(two, first, "from step 7 of the run, and that is at step 21: name that one")
+    manifests = [path / "manifest.json" for path in (two, followed.exports / "day_2")]
     assert manifests[0].read_bytes() == manifests[1].read_bytes()
 
 

@@ -263,6 +263,7 @@ class Benchmark:
             RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
             RowOptimizer(model.sparse_arch.parameters(), case.rule, lr=0.01),
         ]
+
         reducer = GradientReducer.of(model, optimizers[1], world)
         mode = self.options.mode
         step = TrainStep(model, optimizers, precision=precision, mode=mode, reducer=reducer)
