@@ -423,6 +423,19 @@ def serve(monkeypatch):
     return shipped_program("serve")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has filters of packets")
+def test_clients_that_come_as_the_server_ends_are_not_reset(serve):
+    """They wait until the port is closed; those that are connected can still be accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        early = socket.create_connection(listening.getsockname())
+        serve.ignore_new_clients(listening)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(listening.getsockname(), timeout=0.3)
+        with early, listening.accept()[0] as accepted:
+            early.sendall(b"a request")
+            assert accepted.recv(9) == b"a request"
+
+
 def test_what_can_not_be_served(exported, serve, tmp_path, monkeypatch, capsys):
     made, _, _ = exported
     copy = tmp_path / "copy"
