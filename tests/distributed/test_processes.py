@@ -209,7 +209,7 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(start, torchrun, d
     began = time.time()
     os.kill(children(process.pid)[1], signal.SIGTERM)
     process.wait()
-    assert time.time() - began < 10
+    assert time.time() - began < 30
     assert len(re.findall("exitcode *: 143", process.stderr)) >= 1, process.stderr
     own, *_ = process.stderr.partition("torch/distributed/elastic")  # its report repeats the line
     assert own.count("interrupted") == 1, process.stderr

@@ -34,7 +34,7 @@ def interrupt(start, command):
         began = time.monotonic()
         os.kill(process.pid, number)
         process.wait()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert process.returncode == 128 + number, process.stderr
         assert "Traceback" not in process.stderr
         return process
