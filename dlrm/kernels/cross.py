@@ -193,6 +193,7 @@ class _CrossNetwork(torch.autograd.Function):
             factors.append(torch.addmm(bias, narrow[-1], up.t()))
             x, _ = _layer(factors[-1], first, inputs[-1])
             inputs.append(x)
+
         out = inputs.pop()
         ctx.late, ctx.inputs = late, [(x.shape, x.dtype) for x in (bottom, *embedded)]
         ctx.save_for_backward(order, *weights, *inputs, *narrow, *factors)
@@ -206,6 +207,7 @@ class _CrossNetwork(torch.autograd.Function):
         weights, rest = saved[: 3 * layers], saved[3 * layers :]
         inputs, narrow, factors = (rest[i * layers : (i + 1) * layers] for i in range(3))
         grad = grad.contiguous()
+
         terms, scaled = [grad], None
         for layer in reversed(range(layers)):
             scaled, sums = _layer(terms[0], inputs[0], scaled, sums=True)

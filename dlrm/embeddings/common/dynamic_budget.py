@@ -55,6 +55,7 @@ def own_sizes(
         ids if ids < MANY_IDS else GROWTH * (seen or MANY_IDS)
         for ids, seen in zip(known, values, strict=True)
     ]
+
     places = _places(budget.counts) if budget.counts else []
     more = [max(every - len(own), 0) for every, own in zip(expected, places, strict=False)]
     total = sum(map(len, places))

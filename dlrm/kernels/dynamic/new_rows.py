@@ -182,6 +182,8 @@ def reset_rows(
     lookups: Lookups = lookups_of(new.tables, new.ids, None)
     if not lookups.n:
         return
+
+    # Weight and states, and where their cached rows are.
     data, wide, packing = storage(weight)
     dim = weight.shape[1]
     block_d = max(2, triton.next_power_of_2(dim))
@@ -220,8 +222,11 @@ def _reset_rows_torch(
         each = torch.arange(number, device=rows.device)
         rows = ((rows - new.num_shared[table])[:, None] * number + each).view(-1)
         table, id = table.repeat_interleave(number), id.repeat_interleave(number)
+
     rows, here = held_rows_torch(rows, table, table_rows)
     rows, table, id = rows[here], table[here], id[here]
+
+    # The values, then the states.
     for at in torch.arange(len(rows), device=rows.device).split(CHUNK):
         if cached is not None and source is not None:
             cached.write(0, rows[at], cached.read(0, source[at]))

@@ -281,6 +281,7 @@ def _look_up(
 ) -> Tensor:
     source = source if isinstance(source, RowSource) else Weight(source)
     require_integers(source.like, ids=ids)
+
     triton = source.runs_triton(ids, impl)
     ids = ids.contiguous()
     if not triton and type(source) is Weight and packed_rows(source.weight) is None:
