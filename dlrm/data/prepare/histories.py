@@ -20,14 +20,17 @@ SHARE = 0.8  # of these, which its first rows have as well
 def with_hints(columns: Sequence[Column], sample: Mapping[str, pa.Array]) -> list[Column]:
     """The columns, of which lists say how they get the vocabulary of another column: what is
     learned of an item is then known of it in each list."""
+    values = {c.name: decoded(sample[c.name]) for c in columns if c.name in sample}
     single = {
-        column.name: _texts(sample[column.name])
+        column.name: _texts(values[column.name])
         for column in columns
-        if column.kind == "category" and column.name in sample
+        if column.kind == "category" and column.name in values
+        # Not bytes, which may be no texts, or lists, which can't be categories: told later.
+        if is_text(kind := values[column.name].type) or pa.types.is_integer(kind)
     }
     return [
-        replace(column, why=f"{column.why}{_hint(column, sample[column.name], single)}")
-        if column.kind == "list" and not column.why.startswith("given") and column.name in sample
+        replace(column, why=f"{column.why}{_hint(column, values[column.name], single)}")
+        if column.kind == "list" and not column.why.startswith("given") and column.name in values
         else column
         for column in columns
     ]
@@ -35,12 +38,13 @@ def with_hints(columns: Sequence[Column], sample: Mapping[str, pa.Array]) -> lis
 
 def _hint(column: Column, values: pa.Array, single: Mapping[str, pa.Array]) -> str:
     """The line of YAML by which lists have the vocabulary of the one column with their entries."""
-    values, separator = decoded(values), column.options.separator
+    separator = column.options.separator
     lists = split_lists(values, separator) if separator and is_text(values.type) else values
-    entries = _texts(pc.list_flatten(lists))
+    entries = _texts(decoded(pc.list_flatten(lists)))
     if len(entries) < ENOUGH:
         return ""
-    same = [name for name, own in single.items() if pc.mean(pc.is_in(entries, own)).as_py() > SHARE]
+    shares = {name: pc.mean(pc.is_in(entries, known)).as_py() for name, known in single.items()}
+    same = [name for name, share in shares.items() if share > SHARE]
     if len(same) != 1:
         return ""
     options = {"kind": "list", "vocabulary": same[0]}
@@ -50,4 +54,4 @@ def _hint(column: Column, values: pa.Array, single: Mapping[str, pa.Array]) -> s
 
 def _texts(values: pa.Array) -> pa.Array:
     """The different values, as texts."""
-    return pc.utf8_trim_whitespace(decoded(values).drop_null().unique().cast(pa.string()))
+    return pc.utf8_trim_whitespace(values.drop_null().unique().cast(pa.string()))
