@@ -34,7 +34,7 @@ from .kinds import (
 )
 from .list_texts import find_separator
 from .plan_summary import format_plan
-from .telling import FEW_NUMBERS, missing_tells, telling
+from .telling import FEW_NUMBERS, buckets_tell, telling
 from .text_formats import CsvPart
 from .values import decoded, is_number, is_text, type_name, without_texts
 
@@ -72,7 +72,7 @@ def plan_columns(
         try:
             columns.append(_column(name, parts, named, options, untyped=untyped, times=times))
             if columns[-1].kind == "number" != named.kind:
-                gaps[name] = max(starmap(missing_tells, parts))
+                gaps[name] = max(starmap(buckets_tell, parts))
         except NoFeatureError as error:
             useless[name] = str(error)
             found, left_out = type_name(parts[0][0].type), ColumnOptions(kind="drop")
@@ -91,7 +91,7 @@ def plan_columns(
     # A number that the options or its order have given buckets makes no table of ids.
     if any(not f.bucketed or f.column.why.startswith("given") for f in plan.categorical):
         most = sorted((name for name in gaps if gaps[name] > 1), key=gaps.__getitem__, reverse=True)
-        plan = _bucketed(plan, most[:FEW_BUCKETED], "as which are missing tells of the label")
+        plan = _bucketed(plan, most[:FEW_BUCKETED], "as labels jump between them or with gaps")
     else:
         plan = _bucketed(plan, _to_bucket(columns, samples[0], labels[0]), "which a model needs")
     if not plan.categorical:

@@ -12,14 +12,18 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+from .numbers import bucket_edges, fit_scaling, summarise
+from .values import is_number
 
 FEW_NUMBERS = 16  # so many do little harm, and are not judged
 RANGES, MERGED = 8, 2  # ranges of a number; so many are one where two numbers are looked at
 ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thousands are tried
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance
-GAPS = 4.0  # standard deviations, of missing values
+GAPS = 4.0  # standard deviations, of missing values and of curves
+DEGREE = 3  # of the curve over a number that a network learns as soon
+MOST_CURVED = 1 << 14  # of more rows, random ones show whether there is a curve
 MOST_ROWS = 1 << 16  # of more, random ones are looked at
 MOST_PRODUCTS = 1 << 31  # of rows and pairs of numbers
 MOST_NUMBERS = 1000  # of more, pairs are not looked at
@@ -95,20 +99,38 @@ def _pairs(ranges: NDArray[np.uint8], residuals: Floats) -> Floats:
     return found
 
 
-def missing_tells(values: pa.Array, labels: NDArray[np.uint8] | None) -> float:
-    """How sure it is that labels depend on whether there is a value.
+def buckets_tell(values: pa.Array, labels: NDArray[np.uint8] | None) -> float:
+    """How sure it is that the buckets of a number say more of the labels than the number itself.
+
+    That is so if labels depend on whether there is a value, or if the share of positives in its
+    ranges is on no line: a network learns a line at once, and a curve or a jump late.
 
     Args:
         values: ``[n]`` numbers.
         labels: ``[n]`` 0 or 1, if they are known.
 
     Returns:
-        Standard deviations between the shares of positives, relative to those from which it is
-        sure: more than 1 if missing values tell.
+        Standard deviations beyond chance, relative to those from which it is sure: more than 1 if
+        they do.
     """
-    missing = pc.is_null(values, nan_is_null=True).to_numpy(zero_copy_only=False)
-    if labels is None or not 0 < missing.sum() < len(missing):
+    if labels is None or not is_number(values.type):
         return 0.0
-    mean, share = labels.mean(), missing.mean()
-    noise = np.sqrt(mean * (1 - mean) / (share * (1 - share) * len(labels))) or 1.0
-    return float(abs(labels[missing].mean() - labels[~missing].mean()) / (GAPS * noise))
+    numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    missing, mean, beyond = np.isnan(numbers), labels.mean(), 0.0
+    if 0 < missing.sum() < len(missing):
+        share = missing.mean()
+        noise = np.sqrt(mean * (1 - mean) / (share * (1 - share) * len(labels))) or 1.0
+        beyond = float(abs(labels[missing].mean() - labels[~missing].mean()) / noise)
+
+    # What a line over the number leaves, as a model sees it.
+    rows = np.random.default_rng(0).permutation(np.flatnonzero(~missing))[:MOST_CURVED]
+    if len(rows):
+        summary = summarise([numbers[rows]], len(rows))
+        seen = fit_scaling("auto", summary).apply(numbers[rows]).astype(np.float64)
+        curves = np.vander((seen - seen.mean()) / (seen.std() or 1.0), DEGREE + 1)
+        residuals = labels[rows] - curves @ np.linalg.lstsq(curves, labels[rows])[0]
+        ranges = np.searchsorted(bucket_edges(summary, 32), numbers[rows], side="right")
+        sums = np.bincount(ranges, residuals).astype(float)
+        variance = float(residuals.var()) or 1.0
+        beyond = max(beyond, beyond_chance(np.bincount(ranges), sums, variance))
+    return beyond / GAPS

@@ -304,7 +304,7 @@ def test_a_number_is_bucketed_if_the_missing_ones_tell_of_the_label(tmp_path):
         columns[name] = np.where(rng.random(1000) < missing, np.nan, rng.normal(size=1000))
     path = write_rows(tmp_path / "rows.csv", columns)
     meta, plan = prepare_rows(path, tmp_path / "out", ALL_TRAIN)
-    why = "numbers; buckets are ids, as which are missing tells of the label"
+    why = "numbers; buckets are ids, as labels jump between them or with gaps"
     assert [column.why for column in plan.columns[2:]] == [why, "numbers", "numbers"]
     assert [column.name for column in meta.categorical] == ["city", "tells_bucket"]
     assert meta.dense[:3] == ("tells", "silent", "whole")
@@ -316,6 +316,22 @@ def test_a_number_is_bucketed_if_the_missing_ones_tell_of_the_label(tmp_path):
     assert [column.why for column in named.columns[1:]] == [
         column.why for column in plan.columns[1:]
     ]
+
+
+def test_a_number_is_bucketed_if_labels_jump_between_its_buckets(tmp_path):
+    """A network learns a line or a smooth curve as soon as buckets, and anything else late."""
+    rng = np.random.default_rng(0)
+    values = dict(zip(("line", "curve", "wave", "steps"), rng.normal(size=(4, 9000)), strict=True))
+    values["line"] = np.exp(values["line"])  # as a model sees prices
+    logit = np.log(values["line"]) / 2 + values["curve"] ** 2 / 3 + np.sin(3 * values["wave"])
+    logit += 2 * (abs(values["steps"]) < 0.5) - 1
+    label = (rng.random(9000) < 1 / (1 + np.exp(-logit))).astype(int)
+    columns = {"label": label, "city": rng.integers(0, 5, 9000)} | values
+    _, plan = plan_rows(write_rows(tmp_path / "rows.parquet", columns))
+    assert [c.name for c in plan.columns if c.options.bucketed] == ["wave", "steps"]
+    columns["label"] = rng.permutation(label)  # of which no number says anything
+    _, plan = plan_rows(write_rows(tmp_path / "rows.parquet", columns))
+    assert not any(column.options.bucketed for column in plan.columns)
 
 
 def test_of_many_numbers_with_gaps_those_that_tell_most_are_bucketed(tmp_path):
