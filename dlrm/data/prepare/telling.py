@@ -99,11 +99,12 @@ def _pairs(ranges: NDArray[np.uint8], residuals: Floats) -> Floats:
     return found
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of numbers near the largest
 def buckets_tell(values: pa.Array, labels: NDArray[np.uint8] | None) -> float:
     """How sure it is that the buckets of a number say more of the labels than the number itself.
 
-    That is so if labels depend on whether there is a value, or if the share of positives in its
-    ranges is on no line: a network learns a line at once, and a curve or a jump late.
+    That is so if labels depend on whether there is a value, or if the shares of positives in its
+    ranges are on no smooth curve: a network learns one as soon, but waves and steps late.
 
     Args:
         values: ``[n]`` numbers.
@@ -122,8 +123,8 @@ def buckets_tell(values: pa.Array, labels: NDArray[np.uint8] | None) -> float:
         noise = np.sqrt(mean * (1 - mean) / (share * (1 - share) * len(labels))) or 1.0
         beyond = float(abs(labels[missing].mean() - labels[~missing].mean()) / noise)
 
-    # What a line over the number leaves, as a model sees it.
-    rows = np.random.default_rng(0).permutation(np.flatnonzero(~missing))[:MOST_CURVED]
+    # What a curve over the number leaves, as a model sees it.
+    rows = np.random.default_rng(0).permutation(np.flatnonzero(np.isfinite(numbers)))[:MOST_CURVED]
     if len(rows):
         summary = summarise([numbers[rows]], len(rows))
         seen = fit_scaling("auto", summary).apply(numbers[rows]).astype(np.float64)
