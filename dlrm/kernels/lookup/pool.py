@@ -237,8 +237,8 @@ def pool_bags_torch(vectors: Tensor, bags: Bags, num_tables: int, mode: str = "s
     """Pool bags of vectors, one for each id: ``[nnz, D]`` to ``[B, F, D]``."""
     batch = bags.count // num_tables
     index = torch.arange(len(vectors), device=vectors.device)
-    if mode == "max" and len(vectors) and torch.are_deterministic_algorithms_enabled():
-        # On a GPU, the backward pass of PyTorch's maximum refuses to run then.
+    if mode == "max" and vectors.requires_grad and len(vectors):
+        # PyTorch has no backward pass of maxima on a GPU for bf16, and no deterministic one.
         found = torch.embedding_bag(
             vectors.detach(), index, bags.offsets, mode=MODES.index(mode), include_last_offset=True
         )
