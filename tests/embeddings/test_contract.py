@@ -566,6 +566,20 @@ def test_drop_in_agrees_with_the_original(kind, options, mode, padding_idx):
     torch.testing.assert_close(bag(*arguments), original(*arguments))
 
 
+@pytest.mark.parametrize("kind", ["tt", "short", "offload", "qr"])
+def test_compiled_models_run_it_as_it_is(kind, device):
+    """The compiler can't trace how kernels are launched."""
+    torch._dynamo.reset()
+    bag = EmbeddingBag(40, 8, mode="sum", sparse=True, kind=kind, device=device)
+    ids, graphs = torch.randint(40, (6, 3), device=device), []
+    backend = lambda graph, _: graphs.append(graph.code) or graph  # noqa: E731
+    found = torch.compile(lambda ids: 2 * bag(ids), backend=backend)(ids)
+    assert torch.equal(found, 2 * bag(ids))
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in bag.parameters())
+    assert len(graphs) == 3  # the offsets before it, its first table after it, and the product
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_may_be_generous_or_too_small(kind):
     if "for_budget" not in vars(available()[kind]):
