@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.loader import BatchLoader
+from dlrm.data.shuffle import shuffle_memory
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
@@ -71,6 +72,8 @@ class HeldOut:
         self._loaders, self._groups, self._seen = rows
         # Opened once; the footers of all files take a fifth of a second. One reader reads enough.
         self._first_rows = cache(lambda: self._seen(shuffle=False, readers=1))
+        self._read_first = cache(self._open_and_read_first)
+        self._kept: list[Batch] = []  # all batches of ``val``
         self._collapsed, self.diverged = False, ""
         self.loss = math.nan
         self.plots: Plots | None = None
@@ -98,7 +101,8 @@ class HeldOut:
             if calibrates:
                 self._fit_calibration(None)
             return {}
-        batches = self.interruption.between(loader, stop)
+        rows = self._val_rows(loader) if split == "val" else loader
+        batches = self.interruption.between(rows, stop)
         scores = self._predict(loader, batches, loader.rows, model)
         if calibrates:
             scale, shift = self._fit_calibration(scores)
@@ -123,6 +127,19 @@ class HeldOut:
             print_error(f"warning: {self.diverged}")
         return values
 
+    def _val_rows(self, loader: BatchLoader) -> Iterator[Batch]:
+        """The batches of ``val``, which stay in the memory of a GPU if it has room for them."""
+        if self._kept:
+            yield from self._kept
+            return
+        kept: list[Batch] = []
+        room = shuffle_memory(loader.device) if loader.device.type == "cuda" else 0
+        for batch in loader:
+            room -= sum(tensor.nbytes for tensor in batch.tensors)
+            kept = [*kept, batch] if room > 0 else []
+            yield batch
+        self._kept = kept
+
     def _fit_calibration(self, later: Sequence[Tensor] | None) -> tuple[float, float]:
         """Calibrate the model; returns scale and shift.
 
@@ -132,14 +149,13 @@ class HeldOut:
         train = loader.meta.splits["train"]
         rarer = max(train.rarer, 1)
         rows = min(CALIBRATED, OF_A_CLASS * train.rows // rarer)
-        logits, labels, *weights = self._predict_first(loader, rows)
+        logits, labels, *weights = self._predict_first(rows)
 
         # If rows are sorted, as by the label, the first ones are unlike the others. Then rows from
         # all over the files count by class, since one may be in few of the chosen row groups.
         share = train.positives / train.rows
         if abs(float(labels.double().mean()) - share) * train.rows > rarer / 10:
-            spread = self._seen(shuffle=True, window=None, memory=SPREAD)
-            logits, labels, *weights = self._predict_first(spread, CALIBRATED)
+            logits, labels, *weights = self._predict_first(CALIBRATED, spread=True)
             if labels.min() < labels.max():
                 weights = [by_class(labels, share, *weights)]
             else:
@@ -168,7 +184,7 @@ class HeldOut:
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {metrics.REMEDY}"
         if log_loss > OVERFITTED:
             return problem
-        seen = self._predict_first(self._first_rows(), SAMPLES)
+        seen = self._predict_first(SAMPLES)
         return problem if self._uncalibrated_loss(*seen) > DIVERGED else ""
 
     def _uncalibrated_loss(
@@ -191,11 +207,19 @@ class HeldOut:
             )
         return True
 
-    def _predict_first(self, loader: BatchLoader, rows: int) -> tuple[Tensor, ...]:
-        """Logits, labels and any weights of the first rows of a loader, about ``rows`` of them."""
+    def _predict_first(self, rows: int, *, spread: bool = False) -> tuple[Tensor, ...]:
+        """Logits, labels and any weights of about ``rows`` training rows, which are read once: the
+        first ones, or some from all over the files.
+        """
+        loader = self._first_rows()
         share = loader.batch_size * self._world.size
         count = min(-(-rows // share), len(loader))
-        return self._predict(loader, islice(loader, count), min(count * share, loader.rows))
+        batches = self._read_first(count, spread)
+        return self._predict(loader, batches, min(count * share, loader.rows))
+
+    def _open_and_read_first(self, count: int, spread: bool) -> list[Batch]:
+        mixed = {"shuffle": True, "window": None, "memory": SPREAD}
+        return [*islice(self._seen(**mixed) if spread else self._first_rows(), count)]
 
     def _predict(
         self,
