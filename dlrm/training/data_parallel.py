@@ -137,16 +137,18 @@ class GradientReducer:
                 dist.all_reduce(tensor)
         return tensors
 
-    def sum_loss(self, loss: Tensor) -> Tensor:
+    def sum_loss(self, loss: Tensor, total: Tensor) -> Tensor:
         """The loss of the global batch, after :meth:`reduce_dense`.
 
         Args:
             loss: sum over the local samples, divided by the size of the global batch; 0-d.
+            total: the result is added to it.
         """
-        total = loss.detach().clone()
-        self._given.append(total)
+        self._given.append(loss)
         with self._side.fork():
-            return self._sum("loss", [total])[0]
+            (found,) = self._sum("loss", [loss.detach().clone()])
+            total.add_(found)
+        return found
 
     @torch.no_grad()
     def reduce_dense(self) -> None:
