@@ -4,9 +4,9 @@ Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`),
 small tables. A look-up sends the ids of the local samples to the holders of their rows. They look
 up the rows for the global batch and send each process the vectors of its samples. The backward pass
 sends the gradients back: each holder gets the row gradients of the global batch, and its optimizer
-applies them locally. GPUs of one host need no collectives: they read unique rows from each other's
-memory and write merged gradients there (:mod:`dlrm.distributed.peer_lookup`). The shapes of one-hot
-batches depend only on the plan, so nothing waits for the host, and a CUDA graph can capture it all.
+applies them locally. GPUs of one host need no collectives: they read rows from each other's memory
+and write gradients there (:mod:`dlrm.distributed.peer_lookup`). The shapes of one-hot batches
+depend only on the plan, so nothing waits for the host, and a CUDA graph can capture it all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import (
     RowContext,
@@ -161,14 +160,6 @@ class ShardedTables(Embedding):
             weight.grad_dtype = None
         return self
 
-    def at_peers(self) -> list[Sharding]:
-        """The shardings with rows that peers read in this process's memory."""
-        return [sharding for sharding in self._shardings() if sharding.at_peers]
-
-    def sort(self, ids: Tensor) -> list[SortedLookups]:
-        """Sort the look-ups of ``ids [F, B]`` at peers, for each sharding."""
-        return [sharding.sort(ids) for sharding in self.at_peers()]
-
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that differ between processes."""
         return [self.get_parameter(sharding.name) for sharding in self._shardings()]
@@ -193,13 +184,11 @@ class ShardedTables(Embedding):
             return self._pool(ids, context)
 
         # Exchange rows on a second stream.
-        side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
+        side = side_stream_of(ids.device, "exchange")
         exchanged: list[Tensor] = []
         with side.fork():
             for sharding in self._shardings():
-                ahead = next(sorted_ahead, None) if sharding.at_peers else None
-                weight = self.get_parameter(sharding.name)
-                exchanged += sharding.look_up(weight, ids, context, ahead)
+                exchanged += sharding.look_up(self.get_parameter(sharding.name), ids, context)
 
         # Meanwhile, look up the replicated tables.
         parts = []

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from dlrm.embeddings.common.row_caches import (
 )
 from dlrm.embeddings.registry import build
 from dlrm.embeddings.shared_rows import SharedRows
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.feature_order import FeatureOrder, features_of_tables, group_tables
@@ -167,16 +165,11 @@ class SparseArch(nn.Module):
             lane.join()
 
     def _contexts(self, context: LookupContext) -> list[LookupContext]:
-        """The context of each group, with the sorted look-ups and bag sizes of that group."""
-        if context.bag_sizes is not None:
-            sizes = context.bag_sizes
-            by_group = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
-            return [replace(context, bag_sizes=sizes) for sizes in by_group]
-        if not context.lookups:
+        """The context of each group, with the bag sizes of that group."""
+        if (sizes := context.bag_sizes) is None:
             return [context] * len(self.groups)
-        lookups = iter(context.lookups)
-        counts = [len(g.at_peers()) if isinstance(g, ShardedTables) else 0 for g in self.groups]
-        return [replace(context, lookups=list(islice(lookups, count))) for count in counts]
+        by_group = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
+        return [replace(context, bag_sizes=sizes) for sizes in by_group]
 
     # Work ahead of a step ---------------------------------------------------------------------
 
@@ -220,28 +213,9 @@ class SparseArch(nn.Module):
         return alone and all(group.captures_bags for group, _ in self.embeddings())
 
     @property
-    def at_peers(self) -> bool:
-        """Whether look-ups read rows in the memory of other processes."""
-        return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
-
-    @property
     def opens_peer_memory(self) -> bool:
         """Whether the processes that hold tables open memory for each other."""
         return any(isinstance(g, ShardedTables) and g.opens_peer_memory for g in self.groups)
-
-    def sort(self, ids: Tensor) -> list[SortedLookups]:
-        """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``.
-
-        This reads no rows and does not communicate.
-        """
-        groups = {i: g for i, g in enumerate(self.groups) if isinstance(g, ShardedTables)}
-        shares = self.feature_order.split(groups, ids)
-        found = []
-        for index, group in groups.items():
-            share = shares[index]
-            assert isinstance(share, Tensor)
-            found += group.sort(share)
-        return found
 
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
         """Each group with the features whose tables it holds; of a shared table, the first one."""

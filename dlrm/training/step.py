@@ -110,7 +110,7 @@ class TrainStep:
         self._sorter = RowSorter(self.device)
         by_group = model.sparse_arch.feature_order.by_group
         self.graphs = StepGraphs(self.device, by_group, self._undo)
-        self.prefetcher = make_prefetcher(model.sparse_arch, self.device, reducer)
+        self.prefetcher = make_prefetcher(model.sparse_arch, reducer)
         if reducer is not None:  # captured graphs that exchange values must be gone by then
             reducer.world.before_leaving(self.graphs.close)
 

@@ -77,7 +77,7 @@ PURPOSES = {
     "saves": 0,  # checkpoints are copied to the host
     "weights": 0,  # gradients of weights, on which no other gradient depends
     "biases": 0,  # those of biases
-    "lookups": 0,  # look-ups of the next batch are sorted; no step waits for it
+    "lookups": 0,  # ids of coming batches get their rows; no step waits for it
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs
     "tables 1": -1,  # those of further groups of tables, next to the first one
