@@ -19,6 +19,7 @@ from dlrm.embeddings.drop import KEEP, kept_and_mean
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.update.packed import CHUNK, clear_rows
 from dlrm.utils.bags import Bags
+from dlrm.utils.streams import side_stream_of
 
 
 class ShardedDense(ShardedTables):
@@ -102,8 +103,18 @@ class ShardedDrop(ShardedDense):
     def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
         if isinstance(ids, Bags):
             last = self._last[ids.tables(self.num_tables)]
-            return super().parts(replace(ids, ids=ids.ids.minimum(last)), context)
-        return super().parts(ids.minimum(self._last[:, None]), context)
+            ids = replace(ids, ids=ids.ids.minimum(last))
+        return super().parts(ids, context)
+
+    def exchange(
+        self, ids: Tensor, context: LookupContext, after: torch.cuda.Event | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        with side_stream_of(ids.device, self.exchange_stream).fork(after=after):
+            kept = ids.minimum(self._last[:, None])
+        return super().exchange(kept, context, after)[0], ids
+
+    def replicated_part(self, ids: Tensor, context: LookupContext) -> list[Tensor]:
+        return super().replicated_part(ids.minimum(self._last[:, None]), context)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return super().vectors(tables, ids.minimum(self._last[tables]), context)
@@ -140,8 +151,16 @@ class ShardedDynamic(DynamicTables, ShardedTables):
     def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
         if isinstance(ids, Bags):
             rows = self._placed_rows(ids.tables(self.num_tables), ids.ids, context)
-        else:
-            rows = self._placed_rows(self._tables[:, None], ids, context)
-        if not self.opens_peer_memory and max(self.num_kept) < 2**31:  # fewer bytes to send
-            rows = rows.int()
-        return super().parts(replace(ids, ids=rows) if isinstance(ids, Bags) else rows, context)
+            ids = replace(ids, ids=self._narrow(rows))
+        return super().parts(ids, context)
+
+    def exchange(
+        self, ids: Tensor, context: LookupContext, after: torch.cuda.Event | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        rows = self._placed_rows(self._tables[:, None], ids, context)
+        return super().exchange(self._narrow(rows), context)
+
+    def _narrow(self, rows: Tensor) -> Tensor:
+        """Rows for collectives, in fewer bytes if they have room."""
+        narrow = not self.opens_peer_memory and max(self.num_kept) < 2**31
+        return rows.int() if narrow else rows

@@ -63,6 +63,8 @@ class ShardedTables(Embedding):
 
     captures_bags = True
     packs_rows = True
+    exchange_stream = "exchange"
+    """Rows are exchanged on this one of :data:`dlrm.utils.streams.PURPOSES`."""
 
     @classmethod
     def kind(cls) -> str:
@@ -182,25 +184,39 @@ class ShardedTables(Embedding):
         """
         if isinstance(ids, Bags):
             return self._pool(ids, context)
+        exchanged, stored = self.exchange(ids, context)
+        parts = [*self.replicated_part(stored, context), *exchanged]
+        side_stream_of(ids.device, self.exchange_stream).join()
+        return parts
 
-        # Exchange rows on a second stream.
-        side = side_stream_of(ids.device, "exchange")
-        exchanged: list[Tensor] = []
-        with side.fork():
-            for sharding in self._shardings():
-                exchanged += sharding.look_up(self.get_parameter(sharding.name), ids, context)
+    def exchange(
+        self, ids: Tensor, context: LookupContext, after: torch.cuda.Event | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Look up sharded tables, on a second stream.
 
-        # Meanwhile, look up the replicated tables.
-        parts = []
-        if self.replicated is not None:
-            own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
-            sorting = RowContext(sorter=context.sorter)
-            parts.append(
-                lookup_tables(self.replicated, tables, own, sparse=self.sparse, context=sorting)
+        Args:
+            ids: of all tables, ``[F, B]``.
+            context: see ``Embedding.forward``.
+            after: the ids are known since this event; by default since now.
+
+        Returns:
+            The vectors, and the ids for :meth:`replicated_part`, to be kept until that stream has
+            been joined.
+        """
+        with side_stream_of(ids.device, self.exchange_stream).fork(after=after):
+            found = (
+                sharding.look_up(self.get_parameter(sharding.name), ids, context)
+                for sharding in self._shardings()
             )
+            return [part for parts in found for part in parts], ids
 
-        side.join()
-        return [*parts, *exchanged]
+    def replicated_part(self, ids: Tensor, context: LookupContext) -> list[Tensor]:
+        """The vectors of replicated tables, if there are any."""
+        if self.replicated is None:
+            return []
+        own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
+        sorting = RowContext(sorter=context.sorter)
+        return [lookup_tables(self.replicated, tables, own, sparse=self.sparse, context=sorting)]
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return self._in_order(self.parts(ids, context=context), None)

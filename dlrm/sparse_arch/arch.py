@@ -33,6 +33,7 @@ from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.streams import SideStream, side_stream_of
 
+EXCHANGES = ("exchange", "exchange 1", "exchange 2")
 LANES = ("tables 1", "tables 2", "tables 3")
 SHARDED = {"drop": ShardedDrop, "dynamic": ShardedDynamic}  # tables of other kinds are dense then
 
@@ -97,6 +98,7 @@ class SparseArch(nn.Module):
                 options = options if kind in SHARDED else {}
                 make: Callable[..., ShardedTables] = SHARDED.get(kind, ShardedDense)
                 group = make(rows, embedding_dim, plan=sharded, **common, **options)
+                group.exchange_stream = EXCHANGES[len(self.groups) % len(EXCHANGES)]
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
@@ -133,20 +135,33 @@ class SparseArch(nn.Module):
         shares = self.feature_order.split(order, every, bounds=bounds, grouped=context.grouped)
         contexts = self._contexts(context)
 
-        # The groups side by side: the first one on the current stream.
+        # Groups that exchange rows do so side by side, each on a stream of its own.
         lanes = [side_stream_of(ids.device), *self._lanes(ids.device)]
         start = lanes[0].record_event()
+        exchanged: dict[int, tuple[list[Tensor], Tensor]] = {}
+        for index in order if offsets is None else ():
+            group, ids_of_group = self.groups[index], shares[index]
+            if isinstance(group, ShardedTables) and isinstance(ids_of_group, Tensor):
+                exchanged[index] = group.exchange(ids_of_group, contexts[index], start)
+
+        # The others, and tables that all processes have: the first group on the current stream.
         found: dict[int, list[Tensor]] = {}
         for number, index in enumerate(order):
             group, share, group_context = self.groups[index], shares[index], contexts[index]
             if isinstance(group, ShardedTables):
-                found[index] = group.parts(share, group_context)
+                if index in exchanged:
+                    parts, stored = exchanged[index]
+                    found[index] = [*group.replicated_part(stored, group_context), *parts]
+                else:
+                    found[index] = group.parts(share, group_context)
                 continue
             lane = number % len(lanes)
             with lanes[lane].fork(after=start) if lane else nullcontext():
                 vectors = group(share, context=group_context)
                 found[index] = [self.feature_order.of_features(index, vectors)]
         self.join()
+        for side in self.exchanges if exchanged else ():
+            side.join()
         if context.sorter is not None:
             context.sorter.sort()
         return [part for index in range(len(self.groups)) for part in found[index]]
@@ -158,6 +173,12 @@ class SparseArch(nn.Module):
         if any(isinstance(group, ShardedTables) for group in self.groups):
             return []
         return [side_stream_of(device, name) for name in LANES[: len(self.groups) - 1]]
+
+    @property
+    def exchanges(self) -> list[SideStream]:
+        """The streams on which sharded tables exchange rows, except those of bags."""
+        names = {g.exchange_stream: None for g in self.groups if isinstance(g, ShardedTables)}
+        return [side_stream_of(self.feature_order.positions.device, name) for name in names]
 
     def join(self) -> None:
         """Make the current stream wait for the look-ups, or the updates, of all groups."""

@@ -84,6 +84,8 @@ PURPOSES = {
     "tables 2": -1,
     "tables 3": -1,
     "exchange": -1,  # vectors and gradients of sharded tables
+    "exchange 1": -1,  # those of further groups of tables, next to the first one
+    "exchange 2": -1,
     "gradients": -2,  # of replicated parameters are summed: one process keeps all waiting
     "arrival": -1,  # rows from peers that will have gradients
     "rows": -1,  # rows of tables in host memory
