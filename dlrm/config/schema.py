@@ -209,14 +209,13 @@ class ShardingConfig:
     """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
     threshold: Natural | None = None
     """Replicate tables of dense, drop and dynamic with fewer rows. Default: those of less than 6
-    MB; with lists of ids none."""
+    MB, or 1.28 MB where GPUs read each other's memory; with lists of ids none."""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
     type of the table."""
     exchange: Literal["auto", "peers", "collective"] = "auto"
     """How vectors and gradients are exchanged. With peers, GPUs read and write each other's memory,
-    each distinct row once, or copy to it. auto takes peers where GPUs of one host can do that, else
-    collective."""
+    or copy to it. auto takes peers where GPUs of one host can do that, else collective."""
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import RowContext
 
 
@@ -20,8 +19,6 @@ class LookupContext(RowContext):
 
     rows_fetched: bool = False
     """Rows in host memory were fetched ahead, with their prefetch window."""
-    lookups: Sequence[SortedLookups] = ()
-    """Look-ups at peers that were sorted ahead, one for each sharding; or empty."""
     equal_sizes: bool = False
     """Every process has the same number of samples and ids, so sizes need not be exchanged."""
     bag_sizes: Sequence[int] | None = None
