@@ -82,9 +82,14 @@ class Dynamic(DynamicTables, HostRows):
         bags = bags.filled() if context.padded and not self.weight.is_cuda else bags
         end = bags.offsets[-1:] if context.padded else None
         tables = bags.tables(self.num_tables)
+        by_vectors = (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda
+        if by_vectors and self.pieces:  # which find the rows, here before new ids get theirs
+            vectors = Embedding.lookup_bags(self, bags, context)
+            self._placed_rows(tables, bags.ids, context, end)
+            return vectors
         rows = self._placed_rows(tables, bags.ids, context, end)
-        if (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda:
-            return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
+        if by_vectors:
+            return Embedding.lookup_bags(self, bags, context)
         if not self.pieces:
             return super().lookup_bags(replace(bags, ids=rows), context)
         vectors = super().lookup_bags(self._bags_in_pieces(bags, tables, rows), context)
@@ -146,20 +151,23 @@ class Dynamic(DynamicTables, HostRows):
         return super()._rows_of([self._place_ahead(ids) for ids in batches])
 
     def _place_ahead(self, ids: Ids) -> Ids:
-        """The rows within their tables that the ids of a batch will have in their step."""
+        """The rows within their tables that the ids of a batch will have in their step; or pieces,
+        with those of rows that new ids get in it.
+        """
         assert self._ahead is not None
         if self.padding_idx is not None:
             bags = ids if isinstance(ids, Bags) else Bags.one_each(ids)
             ids = bags.without(self.padding_idx)
         if isinstance(ids, Tensor):
-            tables = self._tables[:, None]
-            rows = self._ahead.place(tables, ids)
-            return rows if not self.pieces else self._in_pieces(ids, rows)
+            found = self._ahead.place(self._tables[:, None], ids)
+            if not self.pieces:
+                return found[0]
+            return torch.cat([self._in_pieces(ids, rows) for rows in found], 1)
         tables = ids.tables(self.num_tables)
-        rows = self._ahead.place_bags(tables, ids.ids, ids.offsets[-1:])
+        found = self._ahead.place_bags(tables, ids.ids, ids.offsets[-1:])
         if not self.pieces:
-            return replace(ids, ids=rows)
-        return self._bags_in_pieces(ids, tables, rows)
+            return replace(ids, ids=found[0])
+        return torch.cat([self.piece_rows(tables, ids.ids, rows).view(1, -1) for rows in found], 1)
 
     def set_clock(self, value: int | Tensor) -> None:
         if self.on_host:

@@ -258,7 +258,8 @@ def fill(
             inserted += tl.minimum(tl.maximum(placed - given, 0), 4)
             given, most, least = given + 4, tl.max(placed, 0), four + 1
             head = tl.where(given < placed, head, -1)
-        some = tl.max((length > room).to(tl.int32), 0) > 0
+        # Without room both buckets of an id are full of ids of this step, and stay so.
+        some = tl.max(((length > room) & (room > 0)).to(tl.int32), 0) > 0
         tl.store(work.counters + 2 + number, 1, mask=some)  # of the next round
     number = tl.sum(inserted, 0).to(tl.int64)
     tl.atomic_add(index.counts + 1, number, mask=number > 0, sem="relaxed")
