@@ -41,9 +41,10 @@ class Dynamic(DynamicTables, HostRows):
             ids, if their number is known.
         shared: rows of a table that all other ids share. Default: 1 for 32 others.
         evict: which id loses its row. lfu: the least frequently used one, by the number of steps
-            that used it, which halves every ``half_life`` steps; lru: the least recently used one;
-            age: the same, but only if unused for ``age`` steps; score: the one with the lowest
-            score, which code sets with set_clock.
+            that used it, which halves every ``half_life`` steps; an id that comes takes on the
+            number of the one that leaves, so ids that fade leave sooner where more come; lru: the
+            least recently used one; age: the same, but only if unused for ``age`` steps; score: the
+            one with the lowest score, which code sets with set_clock.
         half_life: steps in which the frequency of an unused id halves.
         age: steps for which an unused id keeps its row under ``--dynamic.evict age``.
         admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little

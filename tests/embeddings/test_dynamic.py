@@ -296,6 +296,15 @@ def test_hot_ids_stay_where_others_come_and_go():
     assert torch.isin(hot, group.index.ids).float().mean() < 0.1
 
 
+def test_ids_that_fade_leave_where_others_come():
+    group, faded = Dynamic([HASHED], 4, rows=64, half_life=10**6), torch.arange(20)
+    for _ in range(50):
+        group(faded[None])
+    for number in range(150):
+        group((torch.arange(40) + 100 * (number + 1))[None])
+    assert not torch.isin(faded, group.index.ids).any()
+
+
 def test_tables_of_known_ids_take_no_more_than_they_need_and_others_must_be_told():
     group = Dynamic([10, 1000, HASHED], 4, rows=500)
     assert group.num_slots == (13, 500, 500)
