@@ -49,11 +49,13 @@ class Dynamic(DynamicTables, HostRows):
         age: steps for which an unused id keeps its row under ``--dynamic.evict age``.
         admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little
             too high at times, and the counts of ids without a row halve every ``half_life`` steps.
-        chance: probability with which an id that could get a row gets it, in each step.
+        chance: probability with which an id that could get a row gets it, in each step. Default: 1,
+            or as a budget needs.
         pieces: tables of the group share all rows, and each shared row is made of so many pieces, a
             divisor of the embedding dim. Each piece is shared with other ids: hardly two ids share
-            all of theirs. A row of an id's own starts as a copy of its shared one, with the
-            optimizer state. 0: each table has rows of its own. Default: 0, or as a budget needs.
+            all of theirs. A row of an id's own is a copy of its shared one, with the optimizer
+            state, from the step on that follows the one in which the id gets it. 0: each table has
+            rows of its own. Default: 0, or as a budget needs.
         cache_share: rows are in host memory with their optimizer state, and this share of them is
             cached on the GPU. Default: all rows are in GPU memory.
 

@@ -61,13 +61,14 @@ class DynamicTables(CountsIds, Embedding):
         half_life: int = 1000,
         age: int = 100_000,
         admit: int = 1,
-        chance: float = 1.0,
+        chance: float | None = None,
         pieces: int | None = None,
         cache_share: float | None = None,
         **common: Any,
     ) -> None:
         self.pieces = pieces or 0
-        rules = Eviction(evict, half_life, age), Admission(admit, chance)
+        admission = Admission(admit, 1.0 if chance is None else chance)
+        rules = Eviction(evict, half_life, age), admission
         check_options(self.kind(), *rules, shared, self.pieces, embedding_dim)
         if cache_share is not None:
             if evict == "score":
