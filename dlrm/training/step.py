@@ -154,7 +154,13 @@ class TrainStep:
         fused = () if self._wants_norms(norms) else self.optimizers
         whole = None if self.reducer is None else self.reducer.local  # gradients, not summed
         with self._sorter as sorter, apply_in_backward(fused, only=whole) as updates:
-            context = replace(prepared.context, sorter=sorter, updates=updates, dtype=self._dtype)
+            context = replace(
+                prepared.context,
+                sorter=sorter,
+                updates=updates,
+                dtype=self._dtype,
+                later=[] if self.device.type == "cuda" else None,
+            )
             if self.reducer is not None:
                 context = self.reducer.in_context(prepared.batch, context)
             yield context

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dlrm.kernels.lookup.tables import RowContext
@@ -28,6 +29,16 @@ class LookupContext(RowContext):
     gather_ids: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, slice | None]] | None = None
     """Gathers the tables and ids of the batches of all processes; also returns the columns of this
     one, if there are any."""
+    later: list[tuple[torch.cuda.Stream, Callable[[], object]]] | None = None
+    """Work of look-ups that only their gradients wait for, and its stream, for the model to begin
+    after the look-ups; None: it is done at once."""
+
+    def do_later(self, work: Callable[[], object]) -> None:
+        """Do what only the gradients of a look-up wait for."""
+        if self.later is None:
+            work()
+        else:
+            self.later.append((torch.cuda.current_stream(), work))
 
 
 NO_CONTEXT = LookupContext()
