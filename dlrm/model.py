@@ -248,6 +248,9 @@ class DLRM(nn.Module):
         with stream.fork(after=begin):  # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         stream.join()
+        for lane, work in context.later or ():
+            with torch.cuda.stream(lane):
+                work()
 
         order = self.sparse_arch.feature_order.positions
         crossed = interact(bottom, embedded, order)

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import dlrm
 
@@ -105,6 +106,13 @@ def test_it_can_be_looked_at(model, frame):
     assert len(model.report().axes) == 2
     assert len(model.report(frame).axes) == 4
     assert model.report()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_settings_of_the_process_stay_as_they_were(frame):
+    before = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
+    dlrm.fit(frame, "clicked", **SMALL, deterministic=True, precision="tf32", max_steps=1)
+    after = torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision()
+    assert before == after
 
 
 def test_hash_is_a_kind_with_options_and_an_option_of_columns(frame):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from dlrm.commands.train import Run
 from dlrm.config.cli import check
@@ -118,6 +119,8 @@ def _train(config: RunConfig, resolved: str, work: str, *, progress: bool) -> Ru
     world = World.from_environment()
     if world.size > 1:
         raise ValueError("fit runs in one process: use dlrm train with torchrun")
+    determinism = torch.get_deterministic_debug_mode()
+    precision = torch.get_float32_matmul_precision()
     try:
         with out_of_memory_advice(config.data, config.model.embedding_dim):
             run = Run(config, resolved, world, silent=not progress)
@@ -125,6 +128,8 @@ def _train(config: RunConfig, resolved: str, work: str, *, progress: bool) -> Ru
                 run.train()
     finally:
         world.leave()
+        torch.set_deterministic_debug_mode(determinism)  # what the caller runs next is as before
+        torch.set_float32_matmul_precision(precision)
 
     print(*(line for line in summary.getvalue().splitlines() if work not in line), sep="\n")
     return run

@@ -99,7 +99,8 @@ class TablesConfig:
     about a quarter, int4 rows a sixth, of which those of the most frequent ids, one in eight, have
     8 bits. All are updated with stochastic rounding. The optimizer state stays in fp32, but the
     accumulators of row-wise Adagrad are bf16 next to int4. --emb auto gives each table this type
-    or one of fewer bits. Default: fp32; bf16 for --emb tt with --budget."""
+    or one of fewer bits. Default: fp32; with --budget bf16 for --emb tt and int8 for --emb
+    dynamic."""
 
     def __post_init__(self) -> None:
         if None not in (self.threshold, self.largest):
@@ -209,14 +210,13 @@ class ShardingConfig:
     """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
     threshold: Natural | None = None
     """Replicate tables of dense, drop and dynamic with fewer rows. Default: those of less than 6
-    MB; with lists of ids none."""
+    MB, or 1.28 MB where GPUs read each other's memory; with lists of ids none."""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
     type of the table."""
     exchange: Literal["auto", "peers", "collective"] = "auto"
     """How vectors and gradients are exchanged. With peers, GPUs read and write each other's memory,
-    each distinct row once, or copy to it. auto takes peers where GPUs of one host can do that, else
-    collective."""
+    or copy to it. auto takes peers where GPUs of one host can do that, else collective."""
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -340,7 +340,7 @@ class RunConfig:
         return self.tables.dtype or default_dtype(self.emb, self.budget)
 
 
-def default_dtype(emb: str, budget: str | None) -> Literal["fp32", "bf16"]:
+def default_dtype(emb: str, budget: str | None) -> str:
     """Type of the embedding parameters of a run that sets none: at equal bytes, tensor trains in
-    bf16 have twice as many exact rows."""
-    return "bf16" if emb == "tt" and budget else "fp32"
+    bf16 have twice as many exact rows, and more than twice as many ids have rows of int8."""
+    return {"tt": "bf16", "dynamic": "int8"}.get(emb, "fp32") if budget else "fp32"

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.utils.streams import stream_of
 
 QUEUED = 8  # runs whose work may be queued on the GPU
 
@@ -48,14 +47,9 @@ def make_ahead(
         yield run
 
 
-def queue_on_device(runs: Iterator[Run], device: torch.device) -> Iterator[Queued]:
+def queue_on(stream: torch.cuda.Stream, runs: Iterator[Run]) -> Iterator[Queued]:
     """Queue runs of batches of a CUDA device, at least one each, on a stream of their own. With
     each comes an event after its work, which may not have begun."""
-    # Chosen here: another thread, which makes the runs, may have another current device.
-    return _queue_on(stream_of(device, "loads"), runs)
-
-
-def _queue_on(stream: torch.cuda.Stream, runs: Iterator[Run]) -> Iterator[Queued]:
     while True:
         with torch.cuda.stream(stream):
             run = next(runs, None)
@@ -66,7 +60,7 @@ def _queue_on(stream: torch.cuda.Stream, runs: Iterator[Run]) -> Iterator[Queued
 
 
 def receive(runs: Iterator[Queued], device: torch.device) -> Iterator[Run]:
-    """Yield the runs of :func:`queue_on_device`, ready for the current stream of the consumer."""
+    """Yield the runs of :func:`queue_on`, ready for the current stream of the consumer."""
     used: deque[torch.cuda.Event] = deque()
     for run, made in runs:
         stream = torch.cuda.current_stream(device)

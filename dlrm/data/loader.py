@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.device_prefetch import Run, make_ahead, queue_on_device, receive
+from dlrm.data.device_prefetch import Run, make_ahead, queue_on, receive
 from dlrm.data.negatives import sample_negatives
 from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
@@ -31,6 +31,7 @@ from dlrm.data.shuffle import (
 from dlrm.data.shuffle_buffer import ShuffleBuffer, StoredRows, gather, gather_run
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
+from dlrm.utils.streams import stream_of
 
 ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows, on a CPU
 BYTES_AT_ONCE = 16 << 20
@@ -319,7 +320,7 @@ class BatchLoader:
             runs = self._runs(epoch, start, readers)
             by = assembler, self.prefetch, self._waited
             if self._on_gpu:
-                queued = queue_on_device(runs, self.device)
+                queued = queue_on(stream_of(self.device, "loads"), runs)
                 yield from receive(make_ahead(queued, *by), self.device)
             else:
                 yield from make_ahead(runs, *by)

@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
-from dlrm.kernels.lookup.peer import SortedLookups, announce_rows, read_rows, send_rows
+from dlrm.kernels.lookup.peer import PeerKeys, announce_rows, read_rows, send_rows
 from dlrm.kernels.lookup.source import row_gradient
 from dlrm.kernels.update.packed import storage
-from dlrm.kernels.update.row_sort import RowSorter, sort_rows
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.utils.streams import side_stream_of
 
 
@@ -24,7 +24,8 @@ class PeerLookup:
     See :mod:`dlrm.kernels.lookup.peer`. Each row has a key: ``p * height + r`` for row r of the
     weight of peer p of ``World.ring``. Batches of the same size share a receive buffer for
     gradients, which must be applied before the next look-up. Every process allocates as much as the
-    one that needs the most.
+    one that needs the most. A buffer has a section for each shard that this process holds and each
+    process whose look-ups find their rows there.
 
     Args:
         world: the processes, all on one host.
@@ -58,11 +59,6 @@ class PeerLookup:
         """The key of a row in the weight of a rank."""
         return self.world.ring.index(rank) * self.height + row
 
-    @property
-    def key_type(self) -> torch.dtype:
-        """The type of keys: int32 if it is large enough."""
-        return torch.int32 if self.world.size * self.height < 2**31 else torch.int64
-
     def new_weight(self, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Zeros ``[rows, columns]``, in symmetric memory if ``device`` has the type of the run's.
 
@@ -74,34 +70,15 @@ class PeerLookup:
             return torch.zeros(rows, self._columns, device=device, dtype=dtype)
 
         self._rows = SymmetricTensor(self.world, (self.height, self._columns), dtype, device)
-        bounds = [step * self.height for step in range(self.world.size)]
-        self._bounds = torch.tensor(bounds, device=device, dtype=self.key_type)
-        sections = [self.world.rank * self.lookups_per_sample[rank] for rank in self.world.ring]
-        self._sections = torch.tensor(sections, device=device)
         return self._rows.local[:rows]
-
-    @property
-    def ready(self) -> bool:
-        """True if there is a weight that peers can read."""
-        return self._rows is not None
 
     def serves(self, weight: Tensor) -> bool:
         """True if peers can read this weight."""
         memory = storage(weight)[0]
         return self._rows is not None and self._rows.local.data_ptr() == memory.data_ptr()
 
-    def sort(self, keys: Tensor) -> SortedLookups:
-        """Sort the look-ups ``keys [B, S]``; reads no rows and does not communicate."""
-        found = sort_rows(keys.view(-1), self.world.size * self.height)
-        firsts = torch.searchsorted(found.rows, self._bounds)
-        return SortedLookups(found, self._sections * len(keys) - firsts)
-
     def __call__(
-        self,
-        weight: Tensor,
-        lookups: SortedLookups | Tensor,
-        batch: int,
-        sorter: RowSorter | None = None,
+        self, weight: Tensor, lookups: PeerKeys, batch: int, sorter: RowSorter | None
     ) -> Tensor:
         """The rows ``[B, S, width]`` of look-ups.
 
@@ -109,13 +86,12 @@ class PeerLookup:
 
         Args:
             weight: the rows of this process.
-            lookups: the result of :meth:`sort`, or keys ``[B, S]``, which are sorted while the
-                forward pass runs.
+            lookups: of this process's samples.
             batch: B.
             sorter: sorts the rows that arrive.
         """
         found: Tensor = _PeerLookup.apply(weight, lookups, batch, self, sorter)
-        return found.view(batch, -1, self.width)
+        return found
 
     def recv_buffer(self, batch: int, like: Tensor) -> _RecvBuffer:
         """The receive buffer for the keys and gradients of a batch of this size."""
@@ -153,48 +129,35 @@ class _PeerLookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: Tensor,
-        lookups: SortedLookups | Tensor,
+        lookups: PeerKeys,
         batch: int,
         peers: PeerLookup,
         sorter: RowSorter | None,
     ) -> Tensor:
         peers.rows.barrier()  # all processes have updated their rows
+        if ctx.needs_input_grad[0]:
+            buffer = peers.recv_buffer(batch, weight)
+            arrival = side_stream_of(weight.device, "arrival")
+            with arrival.fork():
+                announce_rows(lookups, peers.width, buffer.keys.peers)
+                buffer.keys.barrier()  # all have sent the numbers of the rows that they look up
+                rows = buffer.take()
+                if sorter is not None:
+                    sorter.submit(weight, rows)
+            ctx.save_for_backward(weight)
+            ctx.lookups, ctx.buffer, ctx.rows, ctx.arrival = lookups, buffer, rows, arrival
 
-        if isinstance(lookups, Tensor):
-            keys, order = lookups.view(-1), None
-        else:
-            keys, order = lookups.sorted_rows.rows, lookups.sorted_rows.order
-        out = weight.new_empty(len(keys), peers.width)
-        read_rows(peers.rows.peers, keys, out, order=order)
-        if not ctx.needs_input_grad[0]:
-            return out
-
-        buffer = peers.recv_buffer(batch, weight)
-        arrival = side_stream_of(weight.device, "arrival")
-        with arrival.fork():
-            known = peers.sort(lookups) if isinstance(lookups, Tensor) else lookups
-            announce_rows(
-                known.sorted_rows, peers.height, peers.width, buffer.keys.peers, known.shift
-            )
-            buffer.keys.barrier()  # all have sent the numbers of the rows that they look up
-            rows = buffer.take()
-            if sorter is not None:
-                sorter.submit(weight, rows)
-
-        ctx.save_for_backward(weight)
-        ctx.peers, ctx.lookups = peers, (lookups, known)  # a stream reads what was given
-        ctx.buffer, ctx.rows, ctx.arrival = buffer, rows, arrival
+        out = weight.new_empty(batch, len(lookups.keys) // max(batch, 1), peers.width)
+        read_rows(peers.rows.peers, lookups, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        peers, (_, lookups), buffer = ctx.peers, ctx.lookups, ctx.buffer
         (weight,) = ctx.saved_tensors
-        grads = grad.reshape(-1, peers.width)
-        received = buffer.gradients
+        buffer, received = ctx.buffer, ctx.buffer.gradients
         ctx.arrival.join()
-        send_rows(grads, peers.height, lookups.sorted_rows, received.peers, lookups.shift)
+        send_rows(grad, ctx.lookups, received.peers)
         received.barrier()  # all have sent their gradients
         values = received.local[: buffer.used]
-        return row_gradient(weight, ctx.rows, values, True), None, None, None, None
+        return row_gradient(weight, ctx.rows, values, True), *[None] * 4

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from dlrm.distributed.sharded_tables import ShardedTables
 from dlrm.distributed.sharding_plan import ShardingPlan
-from dlrm.distributed.shardings import Sharding
 from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.dynamic_tables import DynamicTables, RowPart
 from dlrm.embeddings.common.initial_rows import initial_bound
 from dlrm.embeddings.drop import KEEP, kept_and_mean
 from dlrm.embeddings.shared_rows import num_kept_of
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import CHUNK, clear_rows
 from dlrm.utils.bags import Bags
+from dlrm.utils.streams import side_stream_of
 
 
 class ShardedDense(ShardedTables):
@@ -101,14 +100,21 @@ class ShardedDrop(ShardedDense):
             if name.startswith("_zeros_"):
                 clear_rows(self.get_parameter(name.removeprefix("_zeros_")), rows)
 
-    def sort(self, ids: Tensor) -> list[SortedLookups]:
-        return super().sort(ids.minimum(self._last[:, None]))
-
     def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
         if isinstance(ids, Bags):
             last = self._last[ids.tables(self.num_tables)]
-            return super().parts(replace(ids, ids=ids.ids.minimum(last)), context)
-        return super().parts(ids.minimum(self._last[:, None]), context)
+            ids = replace(ids, ids=ids.ids.minimum(last))
+        return super().parts(ids, context)
+
+    def exchange(
+        self, ids: Tensor, context: LookupContext, after: torch.cuda.Event | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        with side_stream_of(ids.device, self.exchange_stream).fork(after=after):
+            kept = ids.minimum(self._last[:, None])
+        return super().exchange(kept, context, after)[0], ids
+
+    def replicated_part(self, ids: Tensor, context: LookupContext) -> list[Tensor]:
+        return super().replicated_part(ids.minimum(self._last[:, None]), context)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return super().vectors(tables, ids.minimum(self._last[tables]), context)
@@ -142,15 +148,19 @@ class ShardedDynamic(DynamicTables, ShardedTables):
             parts.append(RowPart(self.replicated, self._replicated_rows))
         return parts
 
-    def at_peers(self) -> list[Sharding]:
-        """None: rows can't be sorted ahead of a step, in which their ids get them."""
-        return []
-
     def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
         if isinstance(ids, Bags):
             rows = self._placed_rows(ids.tables(self.num_tables), ids.ids, context)
-        else:
-            rows = self._placed_rows(self._tables[:, None], ids, context)
-        if max(self.num_kept) < 2**31:  # fewer bytes to send
-            rows = rows.int()
-        return super().parts(replace(ids, ids=rows) if isinstance(ids, Bags) else rows, context)
+            ids = replace(ids, ids=self._narrow(rows))
+        return super().parts(ids, context)
+
+    def exchange(
+        self, ids: Tensor, context: LookupContext, after: torch.cuda.Event | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        rows = self._placed_rows(self._tables[:, None], ids, context)
+        return super().exchange(self._narrow(rows), context)
+
+    def _narrow(self, rows: Tensor) -> Tensor:
+        """Rows for collectives, in fewer bytes if they have room."""
+        narrow = not self.opens_peer_memory and max(self.num_kept) < 2**31
+        return rows.int() if narrow else rows

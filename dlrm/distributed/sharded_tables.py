@@ -4,9 +4,9 @@ Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`),
 small tables. A look-up sends the ids of the local samples to the holders of their rows. They look
 up the rows for the global batch and send each process the vectors of its samples. The backward pass
 sends the gradients back: each holder gets the row gradients of the global batch, and its optimizer
-applies them locally. GPUs of one host need no collectives: they read unique rows from each other's
-memory and write merged gradients there (:mod:`dlrm.distributed.peer_lookup`). The shapes of one-hot
-batches depend only on the plan, so nothing waits for the host, and a CUDA graph can capture it all.
+applies them locally. GPUs of one host need no collectives: they read rows from each other's memory
+and write gradients there (:mod:`dlrm.distributed.peer_lookup`). The shapes of one-hot batches
+depend only on the plan, so nothing waits for the host, and a CUDA graph can capture it all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import (
     RowContext,
@@ -64,6 +63,8 @@ class ShardedTables(Embedding):
 
     captures_bags = True
     packs_rows = True
+    exchange_stream = "exchange"
+    """Rows are exchanged on this one of :data:`dlrm.utils.streams.PURPOSES`."""
 
     @classmethod
     def kind(cls) -> str:
@@ -161,14 +162,6 @@ class ShardedTables(Embedding):
             weight.grad_dtype = None
         return self
 
-    def at_peers(self) -> list[Sharding]:
-        """The shardings with rows that peers read in this process's memory."""
-        return [sharding for sharding in self._shardings() if sharding.at_peers]
-
-    def sort(self, ids: Tensor) -> list[SortedLookups]:
-        """Sort the look-ups of ``ids [F, B]`` at peers, for each sharding."""
-        return [sharding.sort(ids) for sharding in self.at_peers()]
-
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters that differ between processes."""
         return [self.get_parameter(sharding.name) for sharding in self._shardings()]
@@ -191,27 +184,39 @@ class ShardedTables(Embedding):
         """
         if isinstance(ids, Bags):
             return self._pool(ids, context)
+        exchanged, stored = self.exchange(ids, context)
+        parts = [*self.replicated_part(stored, context), *exchanged]
+        side_stream_of(ids.device, self.exchange_stream).join()
+        return parts
 
-        # Exchange rows on a second stream.
-        side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
-        exchanged: list[Tensor] = []
-        with side.fork():
-            for sharding in self._shardings():
-                ahead = next(sorted_ahead, None) if sharding.at_peers else None
-                weight = self.get_parameter(sharding.name)
-                exchanged += sharding.look_up(weight, ids, context, ahead)
+    def exchange(
+        self, ids: Tensor, context: LookupContext, after: torch.cuda.Event | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Look up sharded tables, on a second stream.
 
-        # Meanwhile, look up the replicated tables.
-        parts = []
-        if self.replicated is not None:
-            own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
-            sorting = RowContext(sorter=context.sorter)
-            parts.append(
-                lookup_tables(self.replicated, tables, own, sparse=self.sparse, context=sorting)
+        Args:
+            ids: of all tables, ``[F, B]``.
+            context: see ``Embedding.forward``.
+            after: the ids are known since this event; by default since now.
+
+        Returns:
+            The vectors, and the ids for :meth:`replicated_part`, to be kept until that stream has
+            been joined.
+        """
+        with side_stream_of(ids.device, self.exchange_stream).fork(after=after):
+            found = (
+                sharding.look_up(self.get_parameter(sharding.name), ids, context)
+                for sharding in self._shardings()
             )
+            return [part for parts in found for part in parts], ids
 
-        side.join()
-        return [*parts, *exchanged]
+    def replicated_part(self, ids: Tensor, context: LookupContext) -> list[Tensor]:
+        """The vectors of replicated tables, if there are any."""
+        if self.replicated is None:
+            return []
+        own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
+        sorting = RowContext(sorter=context.sorter)
+        return [lookup_tables(self.replicated, tables, own, sparse=self.sparse, context=sorting)]
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return self._in_order(self.parts(ids, context=context), None)

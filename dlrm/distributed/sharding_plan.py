@@ -22,11 +22,12 @@ from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.update.packed import BITS
 from dlrm.kernels.update.rules import Rule
 
-# Number of weights from which a table is sharded by default: 12,000 rows of dim 128, or 96,000 of
-# dim 16. Measured on four H200: a step of the Terabyte model takes 4.51 ms if tables are sharded
-# from 12,000 rows, and 4.86 from 50,000; a step of the Kaggle model with tt takes 1.74 ms with one
-# sharded table of 93,145 rows, and 1.61 with none.
-LARGE = 1_536_000
+# Number of weights from which a table is sharded by default: 96,000 rows of dim 16, or 20,000 where
+# GPUs read each other's memory. Measured on two H200 with 16,384 and 65,536 samples each: a step of
+# the Kaggle model with auto takes 0.47 and 1.25 ms if tables are sharded from 96,000 rows, 0.43 and
+# 1.22 from 20,000, and 0.42 and 1.22 from 4,000. On four, the Terabyte model takes 6.60 ms by
+# collectives if tables are sharded from 12,000 rows of dim 128, and 6.13 from 50,000.
+LARGE, LARGE_AT_PEERS = 1_536_000, 320_000
 SHARDED = ("dense", "drop", "dynamic", "paged")
 WHOLE_ROWS = "rowwise_adagrad"  # the rule with one sum for a row
 
@@ -73,8 +74,8 @@ def make_sharding_plan(
         rule: rule of the optimizer of the embeddings, one of ``dlrm.kernels.update.rules.RULES``.
         by: sharding type: auto, replicate, table, row or column.
         tables: sharding types of single tables by name.
-        threshold: replicate tables with fewer rows, unless they are paged; None: with fewer than
-            ``LARGE`` weights, with ``counts`` none.
+        threshold: replicate tables with fewer rows, unless they are paged; None: see
+            :func:`sharded_from`.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
         exchange: peers, collective, or auto: peers if GPUs of one host can access each other. With
             ``counts``, bags are exchanged by collectives.
@@ -91,14 +92,15 @@ def make_sharding_plan(
     _check_exchange(world, exchange)
     _check_devices(world, plan)
     num_rows, slots = _stored_rows(spec)
-    given = by, tables or {}, sharded_from(threshold, dim, bags=counts is not None)
+    linked = is_linked(world, exchange)
+    at_least = sharded_from(threshold, dim, bags=counts is not None, linked=linked)
+    given = by, tables or {}, at_least
     types = _sharding_types(names, num_rows, spec, *given)
     if world.size == 1 or set(types) == {"replicate"}:
         return None
 
     # How processes exchange rows; bags are summed by the holders of their rows.
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
-    linked = is_linked(world, exchange)
     peers = linked and counts is None
 
     # The shards.
@@ -171,14 +173,20 @@ def _room(rule: str) -> int:
     return memory // (6 * (1 + states))
 
 
-def sharded_from(threshold: int | None, dim: int, *, bags: bool = False) -> int:
-    """Number of rows from which dense tables are sharded; see :func:`make_sharding_plan`.
+def sharded_from(threshold: int | None, dim: int, *, bags: bool = False, linked: bool) -> int:
+    """Number of rows from which dense tables are sharded.
 
     A bag crosses a link as one vector, however few rows its table has, while replicas need a
-    gradient for every look-up.
+    gradient for every look-up: by default, all tables of bags are sharded.
+
+    Args:
+        threshold: the number, if it is given.
+        dim: length of a row.
+        bags: ids come in bags.
+        linked: processes address each other's memory.
     """
     if threshold is None:
-        return 0 if bags else LARGE // dim
+        return 0 if bags else (LARGE_AT_PEERS if linked else LARGE) // dim
     return threshold
 
 

@@ -17,7 +17,7 @@ from dlrm.distributed.planner import Shard
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.peer import SortedLookups, peer_keys
+from dlrm.kernels.lookup.peer import WIDE, peer_keys
 from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import (
     RowContext,
@@ -85,10 +85,8 @@ class Sharding(nn.Module, ABC):
         if plan.peers and len({shard.width for shard in shards}) == 1:
             self._make_peer_lookup()
 
-    def _add_buffer(
-        self, name: str, values: Sequence[Any], dtype: torch.dtype = torch.int64
-    ) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
+    def _add_buffer(self, name: str, values: Sequence[Any]) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
 
     def _make_peer_lookup(self) -> None:
         heights = [sum(shard.height for shard in own) for own in self.by_rank]
@@ -99,39 +97,23 @@ class Sharding(nn.Module, ABC):
 
         # A look-up of a sample finds its row in one of the shards of a table with the same columns.
         position = {table: index for index, table in enumerate(self.order)}
-        slots: dict[tuple[int, tuple[int, int]], list[tuple[int, int]]] = {}
+        slots: dict[tuple[int, tuple[int, int]], list[tuple[int, int, int]]] = {}
         for rank, shards in enumerate(self.by_rank):
             start = 0
-            for shard in shards:
-                key = self.peer_lookup.key_of(rank, start)
+            for index, shard in enumerate(shards):
+                shift = self.peer_lookup.key_of(rank, start) - shard.rows[0]
+                section = self.world.rank * len(shards) + index
                 slot = position[shard.table], shard.columns
-                slots.setdefault(slot, []).append((shard.rows[0], key - shard.rows[0]))
+                slots.setdefault(slot, []).append((shard.rows[0], shift, section))
                 start += shard.height
         parts = [sorted(slots[slot]) for slot in sorted(slots)]
-        most, dtype = max(map(len, parts)), self.peer_lookup.key_type
-        end = torch.iinfo(dtype).max, 0
+        most, end = max(map(len, parts)), (torch.iinfo(torch.int64).max, 0, 0)
         parts = [[*own, *[end] * (most - len(own))] for own in parts]
 
         self._add_buffer("_slot_tables", [self.order[table] for table, _ in sorted(slots)])
-        self._add_buffer("_first_rows", [[row for row, _ in own] for own in parts], dtype)
-        self._add_buffer("_shifts", [[shift for _, shift in own] for own in parts], dtype)
+        self._add_buffer("_parts", parts)
         self._slot_tables: Tensor  # [S] table of each look-up of a sample
-        self._first_rows: Tensor  # [S, parts] first row of each shard of it, ascending
-        self._shifts: Tensor  # [S, parts] difference between the keys of a shard and its rows
-
-    @property
-    def at_peers(self) -> bool:
-        """True if peers read these rows in this process's memory."""
-        return self.peer_lookup is not None and self.peer_lookup.ready
-
-    def sort(self, ids: Tensor) -> SortedLookups:
-        """The look-ups of ``ids [F, B]`` at peers, sorted."""
-        assert self.peer_lookup is not None
-        return self.peer_lookup.sort(self.keys(ids))
-
-    def keys(self, ids: Tensor) -> Tensor:
-        """The keys of ``ids [F, B]`` in look-ups at peers, ``[B, S]``."""
-        return peer_keys(ids, self._slot_tables, self._first_rows, self._shifts)
+        self._parts: Tensor  # [S, parts, 3], see peer_keys
 
     @property
     def order(self) -> list[int]:
@@ -164,11 +146,7 @@ class Sharding(nn.Module, ABC):
         return torch.zeros(self.height + 1, self.columns, device=device, dtype=dtype)
 
     def look_up(
-        self,
-        weight: Tensor,
-        ids: Tensor,
-        context: LookupContext = NO_CONTEXT,
-        lookups: SortedLookups | None = None,
+        self, weight: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
     ) -> list[Tensor]:
         """Look up ``ids [F, B]`` at their holders.
 
@@ -176,14 +154,15 @@ class Sharding(nn.Module, ABC):
             weight: the local rows.
             ids: of this process's samples.
             context: see ``Embedding.forward``.
-            lookups: the result of :meth:`sort`, if the ids were sorted ahead.
 
         Returns:
             The vectors ``[B, F_i, D]``, tables in ``order``.
         """
         peers = self.peer_lookup if context.equal_sizes else None
         if peers is not None and peers.serves(weight):
-            found = peers(weight, lookups or self.keys(ids), ids.shape[1], context.sorter)
+            shape, sort = (peers.height, self.world.size), self.width >= WIDE
+            lookups = peer_keys(ids, self._slot_tables, self._parts, *shape, sort=sort)
+            found = peers(weight, lookups, ids.shape[1], context.sorter)
             return [found.view(len(found), len(self.order), -1)]
         return self.finish(self._exchange(weight, ids, context))
 

@@ -237,6 +237,9 @@ class Embedding(PacksRows, ABC):
                 0 to nnz (with ``check_ids``).
             IndexError: an id is outside its table (with ``check_ids``).
         """
+        if torch.compiler.is_dynamo_compiling():  # which can't trace how kernels are launched
+            plain = torch.compiler.disable(self.forward)
+            return plain(ids, offsets, per_sample_weights, context=context)
         if isinstance(ids, Bags):
             return self.forward(ids.ids, ids.offsets, ids.weights, context=context)
         check_weights(per_sample_weights, ids, self.mode)

@@ -41,18 +41,21 @@ class Dynamic(DynamicTables, HostRows):
             ids, if their number is known.
         shared: rows of a table that all other ids share. Default: 1 for 32 others.
         evict: which id loses its row. lfu: the least frequently used one, by the number of steps
-            that used it, which halves every ``half_life`` steps; lru: the least recently used one;
-            age: the same, but only if unused for ``age`` steps; score: the one with the lowest
-            score, which code sets with set_clock.
+            that used it, which halves every ``half_life`` steps; an id that comes takes on the
+            number of the one that leaves, so ids that fade leave sooner where more come; lru: the
+            least recently used one; age: the same, but only if unused for ``age`` steps; score: the
+            one with the lowest score, which code sets with set_clock.
         half_life: steps in which the frequency of an unused id halves.
         age: steps for which an unused id keeps its row under ``--dynamic.evict age``.
         admit: occurrence from which on an id gets a row; occurrences are counted roughly, a little
             too high at times, and the counts of ids without a row halve every ``half_life`` steps.
-        chance: probability with which an id that could get a row gets it, in each step.
+        chance: probability with which an id that could get a row gets it, in each step. Default: 1,
+            or as a budget needs.
         pieces: tables of the group share all rows, and each shared row is made of so many pieces, a
             divisor of the embedding dim. Each piece is shared with other ids: hardly two ids share
-            all of theirs. A row of an id's own starts as a copy of its shared one, with the
-            optimizer state. 0: each table has rows of its own. Default: 0, or as a budget needs.
+            all of theirs. A row of an id's own is a copy of its shared one, with the optimizer
+            state, from the step on that follows the one in which the id gets it. 0: each table has
+            rows of its own. Default: 0, or as a budget needs.
         cache_share: rows are in host memory with their optimizer state, and this share of them is
             cached on the GPU. Default: all rows are in GPU memory.
 
@@ -82,9 +85,14 @@ class Dynamic(DynamicTables, HostRows):
         bags = bags.filled() if context.padded and not self.weight.is_cuda else bags
         end = bags.offsets[-1:] if context.padded else None
         tables = bags.tables(self.num_tables)
+        by_vectors = (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda
+        if by_vectors and self.pieces:  # which find the rows, here before new ids get theirs
+            vectors = Embedding.lookup_bags(self, bags, context)
+            self._placed_rows(tables, bags.ids, context, end)
+            return vectors
         rows = self._placed_rows(tables, bags.ids, context, end)
-        if (self.dtype is not None or self.mode == "max") and not self.weight.is_cuda:
-            return Embedding.lookup_bags(self, bags, context)  # by vectors, which find the rows
+        if by_vectors:
+            return Embedding.lookup_bags(self, bags, context)
         if not self.pieces:
             return super().lookup_bags(replace(bags, ids=rows), context)
         vectors = super().lookup_bags(self._bags_in_pieces(bags, tables, rows), context)
@@ -146,20 +154,23 @@ class Dynamic(DynamicTables, HostRows):
         return super()._rows_of([self._place_ahead(ids) for ids in batches])
 
     def _place_ahead(self, ids: Ids) -> Ids:
-        """The rows within their tables that the ids of a batch will have in their step."""
+        """The rows within their tables that the ids of a batch will have in their step; or pieces,
+        with those of rows that new ids get in it.
+        """
         assert self._ahead is not None
         if self.padding_idx is not None:
             bags = ids if isinstance(ids, Bags) else Bags.one_each(ids)
             ids = bags.without(self.padding_idx)
         if isinstance(ids, Tensor):
-            tables = self._tables[:, None]
-            rows = self._ahead.place(tables, ids)
-            return rows if not self.pieces else self._in_pieces(ids, rows)
+            found = self._ahead.place(self._tables[:, None], ids)
+            if not self.pieces:
+                return found[0]
+            return torch.cat([self._in_pieces(ids, rows) for rows in found], 1)
         tables = ids.tables(self.num_tables)
-        rows = self._ahead.place_bags(tables, ids.ids, ids.offsets[-1:])
+        found = self._ahead.place_bags(tables, ids.ids, ids.offsets[-1:])
         if not self.pieces:
-            return replace(ids, ids=rows)
-        return self._bags_in_pieces(ids, tables, rows)
+            return replace(ids, ids=found[0])
+        return torch.cat([self.piece_rows(tables, ids.ids, rows).view(1, -1) for rows in found], 1)
 
     def set_clock(self, value: int | Tensor) -> None:
         if self.on_host:

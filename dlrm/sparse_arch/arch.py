@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from dlrm.embeddings.common.row_caches import (
 )
 from dlrm.embeddings.registry import build
 from dlrm.embeddings.shared_rows import SharedRows
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.feature_order import FeatureOrder, features_of_tables, group_tables
@@ -35,6 +33,7 @@ from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.streams import SideStream, side_stream_of
 
+EXCHANGES = ("exchange", "exchange 1", "exchange 2")
 LANES = ("tables 1", "tables 2", "tables 3")
 SHARDED = {"drop": ShardedDrop, "dynamic": ShardedDynamic}  # tables of other kinds are dense then
 
@@ -99,6 +98,7 @@ class SparseArch(nn.Module):
                 options = options if kind in SHARDED else {}
                 make: Callable[..., ShardedTables] = SHARDED.get(kind, ShardedDense)
                 group = make(rows, embedding_dim, plan=sharded, **common, **options)
+                group.exchange_stream = EXCHANGES[len(self.groups) % len(EXCHANGES)]
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
 
@@ -135,20 +135,33 @@ class SparseArch(nn.Module):
         shares = self.feature_order.split(order, every, bounds=bounds, grouped=context.grouped)
         contexts = self._contexts(context)
 
-        # The groups side by side: the first one on the current stream.
+        # Groups that exchange rows do so side by side, each on a stream of its own.
         lanes = [side_stream_of(ids.device), *self._lanes(ids.device)]
         start = lanes[0].record_event()
+        exchanged: dict[int, tuple[list[Tensor], Tensor]] = {}
+        for index in order if offsets is None else ():
+            group, ids_of_group = self.groups[index], shares[index]
+            if isinstance(group, ShardedTables) and isinstance(ids_of_group, Tensor):
+                exchanged[index] = group.exchange(ids_of_group, contexts[index], start)
+
+        # The others, and tables that all processes have: the first group on the current stream.
         found: dict[int, list[Tensor]] = {}
         for number, index in enumerate(order):
             group, share, group_context = self.groups[index], shares[index], contexts[index]
             if isinstance(group, ShardedTables):
-                found[index] = group.parts(share, group_context)
+                if index in exchanged:
+                    parts, stored = exchanged[index]
+                    found[index] = [*group.replicated_part(stored, group_context), *parts]
+                else:
+                    found[index] = group.parts(share, group_context)
                 continue
             lane = number % len(lanes)
             with lanes[lane].fork(after=start) if lane else nullcontext():
                 vectors = group(share, context=group_context)
                 found[index] = [self.feature_order.of_features(index, vectors)]
         self.join()
+        for side in self.exchanges if exchanged else ():
+            side.join()
         if context.sorter is not None:
             context.sorter.sort()
         return [part for index in range(len(self.groups)) for part in found[index]]
@@ -161,22 +174,23 @@ class SparseArch(nn.Module):
             return []
         return [side_stream_of(device, name) for name in LANES[: len(self.groups) - 1]]
 
+    @property
+    def exchanges(self) -> list[SideStream]:
+        """The streams on which sharded tables exchange rows, except those of bags."""
+        names = {g.exchange_stream: None for g in self.groups if isinstance(g, ShardedTables)}
+        return [side_stream_of(self.feature_order.positions.device, name) for name in names]
+
     def join(self) -> None:
         """Make the current stream wait for the look-ups, or the updates, of all groups."""
         for lane in self._lanes(self.feature_order.positions.device):
             lane.join()
 
     def _contexts(self, context: LookupContext) -> list[LookupContext]:
-        """The context of each group, with the sorted look-ups and bag sizes of that group."""
-        if context.bag_sizes is not None:
-            sizes = context.bag_sizes
-            by_group = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
-            return [replace(context, bag_sizes=sizes) for sizes in by_group]
-        if not context.lookups:
+        """The context of each group, with the bag sizes of that group."""
+        if (sizes := context.bag_sizes) is None:
             return [context] * len(self.groups)
-        lookups = iter(context.lookups)
-        counts = [len(g.at_peers()) if isinstance(g, ShardedTables) else 0 for g in self.groups]
-        return [replace(context, lookups=list(islice(lookups, count))) for count in counts]
+        by_group = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
+        return [replace(context, bag_sizes=sizes) for sizes in by_group]
 
     # Work ahead of a step ---------------------------------------------------------------------
 
@@ -220,28 +234,9 @@ class SparseArch(nn.Module):
         return alone and all(group.captures_bags for group, _ in self.embeddings())
 
     @property
-    def at_peers(self) -> bool:
-        """Whether look-ups read rows in the memory of other processes."""
-        return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
-
-    @property
     def opens_peer_memory(self) -> bool:
         """Whether the processes that hold tables open memory for each other."""
         return any(isinstance(g, ShardedTables) and g.opens_peer_memory for g in self.groups)
-
-    def sort(self, ids: Tensor) -> list[SortedLookups]:
-        """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``.
-
-        This reads no rows and does not communicate.
-        """
-        groups = {i: g for i, g in enumerate(self.groups) if isinstance(g, ShardedTables)}
-        shares = self.feature_order.split(groups, ids)
-        found = []
-        for index, group in groups.items():
-            share = shares[index]
-            assert isinstance(share, Tensor)
-            found += group.sort(share)
-        return found
 
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
         """Each group with the features whose tables it holds; of a shared table, the first one."""

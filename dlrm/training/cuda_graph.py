@@ -32,7 +32,6 @@ class Key(NamedTuple):
     size: int
     norms: bool
     rows_fetched: bool
-    lookups: bool  # sorted ahead
     bags: tuple[int, ...] | int | None  # their fixed sizes, or the room for all ids; None: one-hot
 
 
@@ -128,12 +127,11 @@ class StepGraphs:
 
     def _key(self, prepared: PreparedBatch, norms: bool) -> Key:
         batch, context = prepared.batch, prepared.context
-        lookups = bool(context.lookups)
-        key = Key(batch.size, norms, context.rows_fetched, lookups, batch.bag_sizes)
+        key = Key(batch.size, norms, context.rows_fetched, batch.bag_sizes)
         if batch.offsets is None or batch.bag_sizes is not None:
             return key
         count = batch.ids.numel()
-        rooms = [k.bags for k in self._captured if isinstance(k.bags, int) and k[:4] == key[:4]]
+        rooms = [k.bags for k in self._captured if isinstance(k.bags, int) and k[:3] == key[:3]]
         fitting = [room for room in rooms if count <= room <= count + count // 8]
         return key._replace(bags=min(fitting, default=room_for(count)))
 
@@ -177,12 +175,9 @@ class StepGraphs:
     def _static(self, key: Key, prepared: PreparedBatch) -> PreparedBatch:
         """A copy of a batch that a captured step can read, of the same layout every time."""
         batch, context = prepared.batch, prepared.context
-        lookups = [each.like() for each in context.lookups]
         ragged = isinstance(key.bags, int)
         copy = padded(batch, key.bags) if isinstance(key.bags, int) else batch.clone()
-        static = PreparedBatch(
-            batch=copy, context=replace(context, grouped=True, lookups=lookups, padded=ragged)
-        )
+        static = PreparedBatch(batch=copy, context=replace(context, grouped=True, padded=ragged))
         self._copy_inputs(static, prepared)
         return static
 
@@ -204,10 +199,6 @@ class StepGraphs:
             static.ids[: batch.ids.numel()].copy_(batch.ids)
             assert batch.offsets is not None
             static.offsets.copy_(batch.offsets)
-        for captured, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
-            targets += captured.tensors
-            sources += lookups.tensors
-            orders += [None] * len(captured.tensors)
         copy_together(targets, sources, orders)
 
         own_weights, weights = static.weights, batch.weights

@@ -55,6 +55,7 @@ class GradientReducer:
         modules = model.top_mlp, *layers, model.bottom_mlp
         self._parts = [[*module.parameters()] for module in modules]
         self._side = side_stream_of(self._parts[0][0].device, "gradients")
+        self._exchanges = model.sparse_arch.exchanges
         self._link = PeerExchange(world) if model.sparse_arch.opens_peer_memory else None
         self._embeddings = [p for p in model.sparse_arch.parameters() if p not in self.local]
         self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
@@ -137,16 +138,18 @@ class GradientReducer:
                 dist.all_reduce(tensor)
         return tensors
 
-    def sum_loss(self, loss: Tensor) -> Tensor:
+    def sum_loss(self, loss: Tensor, total: Tensor) -> Tensor:
         """The loss of the global batch, after :meth:`reduce_dense`.
 
         Args:
             loss: sum over the local samples, divided by the size of the global batch; 0-d.
+            total: the result is added to it.
         """
-        total = loss.detach().clone()
-        self._given.append(total)
+        self._given.append(loss)
         with self._side.fork():
-            return self._sum("loss", [total])[0]
+            (found,) = self._sum("loss", [loss.detach().clone()])
+            total.add_(found)
+        return found
 
     @torch.no_grad()
     def reduce_dense(self) -> None:
@@ -186,8 +189,8 @@ class GradientReducer:
 
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
-        if self.local and batch.offsets is None:  # bags take no other stream, which a capture lacks
-            side_stream_of(self.world.device, "exchange").join()
+        for side in self._exchanges if batch.offsets is None else ():  # a capture of bags has none
+            side.join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""

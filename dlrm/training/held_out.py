@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.loader import BatchLoader
+from dlrm.data.shuffle import shuffle_memory
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
@@ -69,6 +70,7 @@ class HeldOut:
         """Evaluate the model on other rows from now on."""
         self._loaders, self._groups, self._seen = rows
         self._some_seen = cache(self._read_some)  # once: the footers of all files take a while
+        self._kept: list[Batch] = []  # all batches of ``val``
         self._collapsed, self.diverged = False, ""
         self.loss = math.nan
         self.plots: Plots | None = None
@@ -96,7 +98,8 @@ class HeldOut:
             if calibrates:
                 self._fit_calibration(None)
             return {}
-        batches = self.interruption.between(loader, stop)
+        rows = self._val_rows(loader) if split == "val" else loader
+        batches = self.interruption.between(rows, stop)
         scores = self._predict(loader, batches, loader.rows, model)
         if calibrates:
             scale, shift = self._fit_calibration(scores)
@@ -120,6 +123,19 @@ class HeldOut:
         if self.diverged and split == "val" and self._world.first:
             print_error(f"warning: {self.diverged}")
         return values
+
+    def _val_rows(self, loader: BatchLoader) -> Iterator[Batch]:
+        """The batches of ``val``, which stay in the memory of a GPU if it has room for them."""
+        if self._kept:
+            yield from self._kept
+            return
+        kept: list[Batch] = []
+        room = shuffle_memory(loader.device) if loader.device.type == "cuda" else 0
+        for batch in loader:
+            room -= sum(tensor.nbytes for tensor in batch.tensors)
+            kept = [*kept, batch] if room > 0 else []
+            yield batch
+        self._kept = kept
 
     def _fit_calibration(self, later: Sequence[Tensor] | None) -> tuple[float, float]:
         """Calibrate the model; returns scale and shift.

@@ -7,15 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.training.data_parallel import GradientReducer
-from dlrm.utils.graph_recorder import RecordedByShape
-from dlrm.utils.streams import side_stream_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +52,6 @@ class Prefetcher:
             prepared = PreparedBatch(batch=held[0], context=self._prepare(list(held)))
             yield prepared
             held.popleft()
-            if held:
-                self._overlap(held[0])
             ahead = self.look_ahead(prepared.batch.size)  # may have changed
             held.extend(islice(source, max(ahead + 1 - len(held), 0)))
 
@@ -77,9 +70,6 @@ class Prefetcher:
     def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
         """Prepare the first batch; the others come next."""
         return NO_CONTEXT
-
-    def _overlap(self, batch: Batch) -> None:
-        """Begin to prepare the next batch while the step of the last one runs."""
 
 
 class RowPrefetcher(Prefetcher):
@@ -143,56 +133,6 @@ class RowPrefetcher(Prefetcher):
         return LookupContext(rows_fetched=True)
 
 
-class SortPrefetcher(Prefetcher):
-    """Sorts the look-ups of a batch at peers ahead of its step, which begins with them.
-
-    A sort needs only ids: those of the next batch are sorted during the current step. On a GPU, a
-    CUDA graph does so: its launches one by one take the host longer than a small step. Batches with
-    bags of ids are not sorted.
-
-    Args:
-        arch: the tables.
-        device: of the step.
-    """
-
-    def __init__(self, arch: SparseArch, device: torch.device) -> None:
-        super().__init__()
-        self._side = side_stream_of(device, "lookups")
-        # What was sorted last may still be read: two with memory of their own take turns.
-        self._turns = [RecordedByShape(arch.sort, device, "lookups") for _ in range(2)]
-        self._reset()
-
-    def look_ahead(self, samples: int) -> int:
-        return 1
-
-    def _reset(self) -> None:
-        self._next: list[SortedLookups] | None = None
-
-    def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
-        self._side.join()
-        found, self._next = self._next, None
-        context = LookupContext(lookups=self._sort(batches[0]) if found is None else found)
-        self._begin = self._side.record_event()
-        return context
-
-    def _overlap(self, batch: Batch) -> None:
-        with self._side.fork(after=self._begin):
-            self._next = self._sort(batch)
-
-    def _sort(self, batch: Batch) -> list[SortedLookups]:
-        if batch.offsets is not None:
-            return []
-        self._turns.reverse()
-        return self._turns[0](batch.ids)
-
-
-def make_prefetcher(
-    arch: SparseArch, device: torch.device, reducer: GradientReducer | None = None
-) -> Prefetcher:
-    """The prefetcher for these tables, in a single process or, with a reducer, in each of several.
-
-    Tables at peers go first: rows in host memory are then fetched when they are looked up.
-    """
-    if reducer is not None and arch.at_peers:
-        return SortPrefetcher(arch, device)
+def make_prefetcher(arch: SparseArch, reducer: GradientReducer | None = None) -> Prefetcher:
+    """The prefetcher for these tables; with a reducer, in each of several processes."""
     return RowPrefetcher(arch, reducer) if arch.window_size(1) else Prefetcher()

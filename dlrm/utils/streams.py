@@ -77,13 +77,15 @@ PURPOSES = {
     "saves": 0,  # checkpoints are copied to the host
     "weights": 0,  # gradients of weights, on which no other gradient depends
     "biases": 0,  # those of biases
-    "lookups": 0,  # look-ups of the next batch are sorted; no step waits for it
+    "lookups": 0,  # ids of coming batches get their rows; no step waits for it
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs
     "tables 1": -1,  # those of further groups of tables, next to the first one
     "tables 2": -1,
     "tables 3": -1,
     "exchange": -1,  # vectors and gradients of sharded tables
+    "exchange 1": -1,  # those of further groups of tables, next to the first one
+    "exchange 2": -1,
     "gradients": -2,  # of replicated parameters are summed: one process keeps all waiting
     "arrival": -1,  # rows from peers that will have gradients
     "rows": -1,  # rows of tables in host memory

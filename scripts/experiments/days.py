@@ -10,10 +10,10 @@ new ids come all the time, old ones fade, and what ids say about the label chang
 dense      a vocabulary of all days, so it knows the ids of the future
 first      dense tables with a vocabulary of the first day; all other values share a row
 cafe, hash the vocabulary of all days, in 1, 10 and 100 times fewer bytes than dense
-dynamic    hashed ids, in the same bytes; ``dynamic:int8`` has rows of 8 bits
+dynamic    hashed ids, in the same bytes: rows of 8 bits, ``dynamic:fp32`` of 32
 ========== ========================================================================================
 
-A kind may name other ids and more options: ``dynamic:int8@all,dynamic.admit=2``.
+A kind may name other ids and more options: ``dynamic:fp32@all,dynamic.admit=2``.
 
 The result is the AUC of each day, and the mean over days as the *progressive* AUC, in one JSON
 file and one plot. Finished runs are not repeated, so an interrupted comparison can be resumed.
@@ -59,7 +59,7 @@ from scripts.experiments.runner import INTERRUPTED, Runner, RunSpec, add_run_arg
 DRIFT = "drift"  # the synthetic log
 LOGS = ("retail", "sample", DRIFT)
 ALL, FIRST, HASHES = "all", "first", "hashes"  # of which days a vocabulary has the ids, or of none
-KINDS = ("first", "cafe", "hash", "dynamic", "dynamic:int8")
+KINDS = ("first", "hash", "cafe", "cafe:int8", "dynamic", "dynamic:fp32")
 FEWER = (1, 10, 100)  # times fewer bytes than dense
 Ids = Callable[[NDArray[np.int32]], NDArray[np.integer]]
 

@@ -345,12 +345,14 @@ def test_options_that_differ_from_their_defaults():
     }
 
 
-def test_tensor_trains_with_a_budget_are_in_bf16_unless_told_otherwise():
+def test_with_a_budget_some_kinds_have_rows_of_fewer_bits_unless_told_otherwise():
     for options, expected in [
         (["--emb", "tt", "--budget", "10x"], "bf16"),
         (["--emb", "tt", "--budget", "10x", "--tables.dtype", "fp32"], "fp32"),
         (["--emb", "tt"], "fp32"),
         (["--emb", "drop", "--budget", "10x"], "fp32"),
+        (["--emb", "dynamic", "--budget", "2MB"], "int8"),
+        (["--emb", "dynamic"], "fp32"),
         (["--emb", "drop", "--budget", "10x", "--tables.dtype", "bf16"], "bf16"),
     ]:
         assert parse(options, KINDS)[0].tables_dtype == expected

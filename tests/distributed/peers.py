@@ -8,13 +8,13 @@ checks two steps of one sharding.
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
 import torch
 
 from dlrm.data.batch import Batch
+from dlrm.distributed import shardings
 from dlrm.distributed.peer_exchange import PeerExchange
 from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.peer_memory import SymmetricTensor, bytes_held
@@ -27,7 +27,6 @@ from dlrm.kernels.lookup import peer as peer_rows
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.training.prefetch import Prefetcher, SortPrefetcher
 
 SIZES = [500, 7_000, 30_000, 90_000]
 BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
@@ -48,11 +47,9 @@ class Run:
             torch.manual_seed(3)
             sharding = ShardingPlan(world=world, shards=shards, comm_dtype=comm_dtype, peers=True)
             self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
-        shardings = self.held.groups[0]._shardings()
-        lookups = (c.peer_lookup for c in shardings)
+        lookups = (c.peer_lookup for c in self.held.groups[0]._shardings())
         assert all(map(PeerLookup.serves, lookups, self.held.local_parameters()))
-        assert self.held.at_peers
-        assert self.held.groups[0].at_peers() == shardings
+        assert self.held.opens_peer_memory
         rule = {"rule": "adagrad", "lr": 0.1}
         if comm_dtype is not None:
             rule = {"rule": "sgd", "lr": 0.01}
@@ -100,38 +97,19 @@ class Run:
     def at_once(self, batches):
         return map(self.step_held, batches)
 
-    def sorted_ahead(self, batches):
-        """Steps whose look-ups are sorted before them, some of them next to the last step."""
-        prefetcher = SortPrefetcher(self.held, self.world.device)
-        yield from (self.step_held(p.batch, p.context) for p in prefetcher(batches[:3]))
-        for batch in batches[3:]:
-            yield self.step_held(batch, prefetcher.prepare(batch).context)
-
-    def captured(self, batches, prefetcher=None):
+    def captured(self, batches):
         """Steps as a CUDA graph, warmed up by one."""
-        prefetcher = prefetcher or Prefetcher()
-        first = prefetcher.prepare(batches[0])
-        batch, lookups = first.batch.clone(), [each.like() for each in first.context.lookups]
-        context = replace(first.context, lookups=lookups)
-
-        def place(prepared):
-            for name in ("dense", "ids", "labels"):
-                getattr(batch, name).copy_(getattr(prepared.batch, name))
-            for to, own in zip(lookups, prepared.context.lookups, strict=True):
-                for old, new in zip(to.tensors, own.tensors, strict=True):
-                    old.copy_(new)
-
-        place(first)
+        batch = batches[0].clone()
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.step_held(batch, context)
+            self.step_held(batch)
         torch.cuda.current_stream().wait_stream(side)
         self.step_whole(0)
         with torch.cuda.graph(graph):
-            out = self.step_held(batch, context)
-        for prepared in prefetcher(batches):
-            place(prepared)
+            out = self.step_held(batch)
+        for each in batches:
+            batch.ids.copy_(each.ids)
             graph.replay()
             yield out
 
@@ -198,13 +176,13 @@ def main():
     for sharding_types in (["table"] * 4, ["column"] * 4, ["row"] * 4, mixed):
         run = Run(world, sharding_types)
         run.compare(run.at_once)
-        run.compare(run.sorted_ahead)
         if on_gpu:
             run.compare(run.captured)
-            sorts = SortPrefetcher(run.held, world.device)
-            run.compare(partial(run.captured, prefetcher=sorts))
     run = Run(world, ["table"] * 4, torch.bfloat16)
     run.compare(run.at_once)
+    shardings.WIDE = 1  # look-ups of all rows are sorted
+    run = Run(world, mixed)
+    run.compare(run.captured if on_gpu else run.at_once)
     finish(world)
 
 

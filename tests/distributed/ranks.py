@@ -124,8 +124,7 @@ def train(
     step = TrainStep(model, optimizers, **options, reducer=reducer)
     if world.size > 1:
         ahead = step.prefetcher.look_ahead(8)
-        peers = spreading is not None and spreading.peers
-        assert ahead == 1 if peers else (ahead > 0) == bool(model.sparse_arch.window_size(1))
+        assert (ahead > 0) == bool(model.sparse_arch.window_size(1))
     values = []
     whole = batches(multi_hot=multi_hot, totals=totals)
     shares = [share_of(batch, world).to(world.device) for batch in whole]

@@ -8,7 +8,7 @@ import torch
 
 from dlrm.data.schema import HASHED
 from dlrm.distributed.sharded_kinds import ShardedDense, ShardedDrop
-from dlrm.distributed.sharding_plan import LARGE, make_sharding_plan
+from dlrm.distributed.sharding_plan import LARGE, LARGE_AT_PEERS, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.drop import Drop
@@ -19,7 +19,8 @@ PLAN = [("dense", {}), ("dense", {}), ("tt", {"rank": 2})]
 RECIPE = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8, "plan": PLAN}
 
 
-def test_which_tables_are_held_in_pieces():
+def test_which_tables_are_held_in_pieces(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     world = World(rank=0, size=2)
     assert make_sharding_plan(World(), NAMES, RECIPE) is None
     assert make_sharding_plan(world, NAMES, RECIPE, by="replicate") is None
@@ -27,8 +28,10 @@ def test_which_tables_are_held_in_pieces():
         found = make_sharding_plan(world, NAMES, RECIPE, threshold=threshold)
         assert {shard.table for shard in found.shards} == sharded
     assert make_sharding_plan(world, NAMES, RECIPE, threshold=None) is None
-    large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
-    assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).shards} == {0}
+    for least, exchange in ((LARGE, "auto"), (LARGE_AT_PEERS, "peers")):
+        large = {**RECIPE, "num_embeddings": [least // 8, least // 8 - 1, 150]}
+        found = make_sharding_plan(world, NAMES, large, threshold=None, exchange=exchange)
+        assert {shard.table for shard in found.shards} == {0}
     bags = make_sharding_plan(world, NAMES, RECIPE, lambda: [torch.tensor([2])] * 3, threshold=None)
     assert {p.table for p in bags.shards} == {0, 1}
     paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}

@@ -185,6 +185,7 @@ def test_rows_of_int32_ids_in_tables_of_more_than_2_to_31_rows(kind, options):
 def test_autocast_leaves_rows_and_gradients_in_full_precision(kind, options, mode):
     group = make(kind, options, mode=mode).float()
     ids, offsets = torch.zeros(24, dtype=torch.int64), torch.arange(0, 25, 2)
+    group(ids.view(4, 6))  # where ids have rows of their own from the next step on
     found = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled):
@@ -503,6 +504,7 @@ def test_rows_of_narrow_types_are_drawn_as_those_of_fp32(kind, options, dtype):
 def test_a_gradient_is_cast_with_its_parameter(kind, options):
     group = build(kind, SIZES, 8, **options)
     ids = one_hot(5)
+    group(ids)  # where ids have rows of their own from the next step on
     group(ids).sum().backward()
     once = {name: gradient.double() for name, gradient in gradients(group).items()}
     group.double()
@@ -564,6 +566,20 @@ def test_drop_in_agrees_with_the_original(kind, options, mode, padding_idx):
     bag.include_last_offset = original.include_last_offset = True
     arguments = (ids, torch.tensor([0, 2, 2, 8]))
     torch.testing.assert_close(bag(*arguments), original(*arguments))
+
+
+@pytest.mark.parametrize("kind", ["tt", "short", "offload", "qr"])
+def test_compiled_models_run_it_as_it_is(kind, device):
+    """The compiler can't trace how kernels are launched."""
+    torch._dynamo.reset()
+    bag = EmbeddingBag(40, 8, mode="sum", sparse=True, kind=kind, device=device)
+    ids, graphs = torch.randint(40, (6, 3), device=device), []
+    backend = lambda graph, _: graphs.append(graph.code) or graph  # noqa: E731
+    found = torch.compile(lambda ids: 2 * bag(ids), backend=backend)(ids)
+    assert torch.equal(found, 2 * bag(ids))
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in bag.parameters())
+    assert len(graphs) == 3  # the offsets before it, its first table after it, and the product
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,12 @@ from dlrm.kernels.loss import mean_loss, mean_loss_torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("size", "odds"), [(1, 1.0), (70, 0.3), (5000, 1.0)])
-def test_loss_and_gradient(device, size, odds, weighted, dtype, assert_matches, nan_in_new_memory):
+@pytest.mark.parametrize(
+    ("size", "odds", "total"), [(1, 1.0, None), (70, 0.3, 210), (5000, 1.0, None)]
+)
+def test_loss_and_gradient(
+    device, size, odds, total, weighted, dtype, assert_matches, nan_in_new_memory
+):
     torch.manual_seed(0)
     logits = (4 * torch.randn(size, device=device)).to(dtype).requires_grad_()
     inputs = {"logits": logits, "labels": (torch.rand(size, device=device) < 0.3).float()}
@@ -17,11 +21,14 @@ def test_loss_and_gradient(device, size, odds, weighted, dtype, assert_matches, 
         inputs["weights"] = torch.rand(size, device=device)
 
     def op(**given):
-        return mean_loss(**given, odds=odds, impl="triton")
+        return mean_loss(**given, odds=odds, total=total, impl="triton")
+
+    def reference(**given):
+        return mean_loss_torch(**given, odds=odds, total=total)
 
     # The loss of a single sure logit is log(1 + z) of a small z, and 1 + z is rounded: seen 5.1e-6.
     factors = {"output": 20}
-    assert_matches(op, lambda **given: mean_loss_torch(**given, odds=odds), inputs, factors=factors)
+    assert_matches(op, reference, inputs, factors=factors)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])

@@ -91,7 +91,7 @@ def test_bags_are_read_on_the_host_once_a_batch_or_never(monkeypatch, bounds, re
 def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     arch = SparseArch(SIZES, 4, [(kind, {}) for kind in plan])
     optimizer = RowOptimizer(arch.parameters(), "sgd")
-    prefetcher = make_prefetcher(arch, torch.device("cpu"))
+    prefetcher = make_prefetcher(arch)
     assert prefetcher.look_ahead(5) == 2 * arch.window_size(5 * 4) - 1
     assert arch.window_size(5 * 4) >= 1
     batches = [
@@ -118,7 +118,7 @@ def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     stats = arch.cache_stats()
     assert stats["cache/MB_in_per_step"] > 0
     dense = SparseArch(SIZES, 4, [("dense", {})] * 4)
-    prefetcher = make_prefetcher(dense, torch.device("cpu"))
+    prefetcher = make_prefetcher(dense)
     assert (prefetcher.look_ahead(1), dense.window_size(1), dense.rows_ready) == (0, 0, True)
 
 

@@ -13,6 +13,7 @@ from dlrm.data.schema import Meta, Split
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
+from dlrm.training import held_out as held_out_rows
 from dlrm.training.calibration import LARGEST_SHIFT, fit_calibration
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import HeldOutRows, RunLoaders
@@ -117,6 +118,22 @@ def test_states_are_compared_at_the_odds_of_the_weights():
 
 
 @pytest.mark.parametrize(
+    ("device", "room", "read"), [("cuda", 99, 1), ("cuda", 31, 2), ("cpu", 99, 2)]
+)
+def test_validation_rows_stay_in_the_memory_of_a_gpu_with_room(device, room, read, monkeypatch):
+    monkeypatch.setattr(held_out_rows, "shuffle_memory", lambda _: room)
+    batch = Batch(torch.randn(1, 2), torch.zeros(1, 2, dtype=torch.int32), torch.tensor([0.0, 1.0]))
+    loader = MagicMock(rows=4, batch_size=2, device=torch.device(device))
+    loader.__iter__.side_effect = lambda: iter([batch, batch])  # of 24 bytes each
+    held_out = HeldOut(
+        Scores(), "fp32", False, 1.0, Interruption(World()), HeldOutRows({"val": loader}, {}, None)
+    )
+    first, second = (held_out.evaluate("val", 0, print) for _ in range(2))
+    assert first == second
+    assert loader.__iter__.call_count == read
+
+
+@pytest.mark.parametrize(
     ("positives", "first", "wanted"),
     [
         (0.25, 0.25, 2048 * 4),
@@ -141,8 +158,9 @@ def test_the_average_is_found_on_as_many_rows_as_it_takes(positives, first, want
     model = Scores()
     rows_of_run = HeldOutRows({}, {}, lambda **_: seen)
     held_out = HeldOut(model, "fp32", True, 1.0, Interruption(World()), rows_of_run)
-    assert held_out.evaluate("val", 0, print) == {}  # there are no validation rows
-    assert sum(read) == wanted
+    for _ in range(2):
+        assert held_out.evaluate("val", 0, print) == {}  # there are no validation rows
+        assert sum(read) == wanted  # once
     scale, shift = model.calibration.tolist()
     assert scale == 1
     if first in (0, 1):  # rows of one class say nothing of the average

@@ -70,7 +70,9 @@ def test_every_dense_gradient_is_summed_once(frozen, monkeypatch):
         model.top_mlp[0].weight.requires_grad_(not frozen)
         for _ in range(2):
             loss = model(torch.ones(2, 3), torch.tensor([[0, 3, 3]])).square().sum()
-            total = loss.detach() * 2 if reducer is None else reducer.sum_loss(loss)
+            total = (
+                loss.detach() * 2 if reducer is None else reducer.sum_loss(loss, torch.zeros(()))
+            )
             loss.backward()
             if reducer is not None:
                 reducer.reduce_dense()

@@ -87,13 +87,13 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
 
 @combinations(
     way=["all", "next", "none", "three", "now and then", "interrupted"],
-    host=[(0.1, "fp32"), (1.0, "fp32"), (0.1, "int8")],
+    host=[(0.1, "fp32", 0), (1.0, "fp32", 0), (0.1, "int8", 0), (0.1, "fp32", 2)],
     bags=[False, True],
 )
 def test_rows_of_any_ids_may_be_in_host_memory(way, host, bags, device):
-    (share, dtype), found = host, []
+    (share, dtype, pieces), found = host, []
     for own in ({}, {"cache_share": share}):
-        options = {"rows": 90, "admit": 2, "dtype": dtype, **own}
+        options = {"rows": 90, "admit": 2, "dtype": dtype, "pieces": pieces, **own}
         model, step = make([("dynamic", options)] * 3, device)
         torch.manual_seed(1)
         batches, values = [draw(64, device) for _ in range(25)], []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.device_prefetch import queue_on_device, receive
+from dlrm.data.device_prefetch import queue_on, receive
 from dlrm.utils.streams import PURPOSES, side_stream_of, stream_of
 
 
@@ -81,7 +81,7 @@ def test_batches_of_many_epochs_are_loaded_on_a_stream_of_their_own(device):
         yield [(Batch(torch.zeros(1, 2), ids, torch.zeros(2)).to(device), 0)]
 
     for _ in range(40):
-        (((batch, _),),) = receive(queue_on_device(batches(), device), device)
+        (((batch, _),),) = receive(queue_on(stream_of(device, "loads"), batches()), device)
         assert batch.labels.is_cuda
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -60,13 +61,14 @@ class DynamicTables(CountsIds, Embedding):
         half_life: int = 1000,
         age: int = 100_000,
         admit: int = 1,
-        chance: float = 1.0,
+        chance: float | None = None,
         pieces: int | None = None,
         cache_share: float | None = None,
         **common: Any,
     ) -> None:
         self.pieces = pieces or 0
-        rules = Eviction(evict, half_life, age), Admission(admit, chance)
+        admission = Admission(admit, 1.0 if chance is None else chance)
+        rules = Eviction(evict, half_life, age), admission
         check_options(self.kind(), *rules, shared, self.pieces, embedding_dim)
         if cache_share is not None:
             if evict == "score":
@@ -213,10 +215,16 @@ class DynamicTables(CountsIds, Embedding):
         trained = self.row_parts[0].weight.requires_grad
         if not (self.training and torch.is_grad_enabled() and trained):
             return self.local_rows(tables, ids)
+        of_all, every, own = tables, ids, None
+        if context.gather_ids is not None:
+            of_all, every, own = context.gather_ids(tables, ids)  # the same on every process
+        if self.pieces:  # a new id uses its copy of the shared row from the next step on
+            rows = self.local_rows(tables, ids)
+            context.do_later(partial(self._place, of_all, every, end))
+            return rows
+        rows = self._place(of_all, every, end)
         if context.gather_ids is None:
-            return self._place(tables, ids, end)
-        of_all, every, own = context.gather_ids(tables, ids)
-        rows = self._place(of_all, every, end)  # the same on every process
+            return rows
         return self.local_rows(tables, ids) if own is None else rows[:, own]
 
     def place(self, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm.embeddings.common.dynamic_tables import STATE
-from dlrm.kernels.dynamic.index import place
+from dlrm.kernels.dynamic.index import find_rows, place
 from dlrm.kernels.dynamic.slot_index import SlotIndex
 from dlrm.utils.graph_recorder import RecordedByShape
 
@@ -51,18 +51,22 @@ class IndexAhead:
             own.copy_(getattr(index, name))
 
     def place(self, tables: Tensor, ids: Tensor) -> Tensor:
-        """The row of each of ``ids [F, B]`` within its table, when its step has begun."""
+        """The rows that the look-ups of ``ids [F, B]`` use, within their tables, ``[1, F, B]``; of
+        tables that share rows also those that they will use from the next step on, ``[2, F, B]``.
+        """
         return self._place(tables, ids).clone()
 
     def place_bags(self, tables: Tensor, ids: Tensor, end: Tensor) -> Tensor:
-        """The row of each id of bags within its table, ``[nnz]``; ``end [1]`` of them are used."""
+        """The rows of the ids of bags, as of :meth:`place`, ``[..., nnz]``; ``end [1]`` of them are
+        used.
+        """
         count = len(ids)
         if not ids.is_cuda:
             return self._place(tables, ids)
         unit = max(1, (1 << count.bit_length()) // (2 * ROOM))
         padding = (0, -count % unit)
         tables, ids = functional.pad(tables, padding), functional.pad(ids, padding)
-        return self._place(tables, ids, end)[:count].clone()
+        return self._place(tables, ids, end)[:, :count].clone()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """For copies of the tables, which have none until they train."""
@@ -74,4 +78,5 @@ def _place(
     index: SlotIndex, num_shared: Tensor, tables: Tensor, ids: Tensor, end: Tensor | None = None
 ) -> Tensor:
     """Give the ids of a step their rows."""
-    return place(index, num_shared, tables, ids, end=end).rows
+    before = [] if index.salts is None else [find_rows(index, num_shared, tables, ids)]
+    return torch.stack([*before, place(index, num_shared, tables, ids, end=end).rows])

@@ -190,14 +190,16 @@ def _smallest(work, head, least):
 
 
 @triton.jit
-def _give(index, lookups, work, bucket, key, id, k, score, on):
+def _give(index, lookups, work, bucket, key, id, k, on, EVICTION: tl.constexpr):
     """Give the first slot of each bucket to an id; returns the keys of the others, and whether an
     id left.
     """
     first = tl.min(key, 1)
     slot = bucket * LANES + first % LANES
     tl.store(index.ids + slot, id, mask=on)
-    tl.store(index.scores + slot, score, mask=on)
+    step, clock = tl.load(index.time), tl.load(index.time + 1)
+    score = tl.load(index.scores + slot, mask=on, other=0)
+    tl.store(index.scores + slot, used_triton(score, step, clock, EVICTION), mask=on)
     if index.columns is not None:
         table = tl.load(lookups.tables + k // lookups.repeat, mask=on, other=0)
         tl.store(index.columns + slot, table.to(index.columns.dtype.element_ty), mask=on)
@@ -213,8 +215,6 @@ def fill(
 ):  # fmt: skip
     """Give slots of each chosen bucket to the ids of its list, in ascending order."""
     lane = tl.arange(0, LANES)[None, :]
-    step, clock = tl.load(index.time), tl.load(index.time + 1)
-    score = used_triton(tl.full([BLOCK], 0, tl.int32), step, clock, EVICTION)
     inserted, evicted = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     count = _count_new(work, number)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -244,21 +244,22 @@ def fill(
             length = tl.maximum(length, found)
             placed = tl.minimum(tl.minimum(length, LANES), room)
             on = given < placed
-            key, left = _give(index, lookups, work, bucket, key, one, k_one, score, on)
+            key, left = _give(index, lookups, work, bucket, key, one, k_one, on, EVICTION)
             evicted += left
             on = given + 1 < placed
-            key, left = _give(index, lookups, work, bucket, key, two, k_two, score, on)
+            key, left = _give(index, lookups, work, bucket, key, two, k_two, on, EVICTION)
             evicted += left
             on = given + 2 < placed
-            key, left = _give(index, lookups, work, bucket, key, three, k_three, score, on)
+            key, left = _give(index, lookups, work, bucket, key, three, k_three, on, EVICTION)
             evicted += left
             on = given + 3 < placed
-            key, left = _give(index, lookups, work, bucket, key, four, k_four, score, on)
+            key, left = _give(index, lookups, work, bucket, key, four, k_four, on, EVICTION)
             evicted += left
             inserted += tl.minimum(tl.maximum(placed - given, 0), 4)
             given, most, least = given + 4, tl.max(placed, 0), four + 1
             head = tl.where(given < placed, head, -1)
-        some = tl.max((length > room).to(tl.int32), 0) > 0
+        # Without room both buckets of an id are full of ids of this step, and stay so.
+        some = tl.max(((length > room) & (room > 0)).to(tl.int32), 0) > 0
         tl.store(work.counters + 2 + number, 1, mask=some)  # of the next round
     number = tl.sum(inserted, 0).to(tl.int64)
     tl.atomic_add(index.counts + 1, number, mask=number > 0, sem="relaxed")

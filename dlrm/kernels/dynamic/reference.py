@@ -161,7 +161,7 @@ def _take_round(
     index.ids[slot] = ids[own]
     if index.columns is not None:
         index.columns[slot] = tables[own].to(index.columns.dtype)
-    index.scores[slot] = used(torch.zeros_like(slot), index.now, index.eviction).int()
+    index.scores[slot] = used(index.scores[slot].long(), index.now, index.eviction).int()
     slots = torch.full_like(ids, -1)
     slots[own] = slot
     return slots

@@ -237,8 +237,16 @@ def pool_bags_torch(vectors: Tensor, bags: Bags, num_tables: int, mode: str = "s
     """Pool bags of vectors, one for each id: ``[nnz, D]`` to ``[B, F, D]``."""
     batch = bags.count // num_tables
     index = torch.arange(len(vectors), device=vectors.device)
-    pooled = functional.embedding_bag(
-        index, vectors, bags.offsets, mode=mode, per_sample_weights=bags.weights,
-        include_last_offset=True,
-    )  # fmt: skip
+    if mode == "max" and vectors.requires_grad and len(vectors):
+        # PyTorch has no backward pass of maxima on a GPU for bf16, and no deterministic one.
+        found = torch.embedding_bag(
+            vectors.detach(), index, bags.offsets, mode=MODES.index(mode), include_last_offset=True
+        )
+        empty = bags.offsets.diff() == 0
+        pooled = vectors.gather(0, found[3].clamp(min=0)).masked_fill(empty[:, None], 0)
+    else:
+        pooled = functional.embedding_bag(
+            index, vectors, bags.offsets, mode=mode, per_sample_weights=bags.weights,
+            include_last_offset=True,
+        )  # fmt: skip
     return pooled.view(num_tables, batch, vectors.shape[1]).transpose(0, 1)

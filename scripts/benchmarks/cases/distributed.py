@@ -84,8 +84,8 @@ class Case:
     @property
     def rows_from(self) -> int:
         """Rows from which dense tables are sharded."""
-        bags = self.shape.bag_sizes is not None
-        return sharded_from(self.threshold, self.shape.dim, bags=bags)
+        how = {"bags": self.shape.bag_sizes is not None, "linked": self.exchange != "collective"}
+        return sharded_from(self.threshold, self.shape.dim, **how)
 
     def ids_received(self, gpus: int, cap: int, memory: int) -> int:
         """Ids of bags that the busiest of some GPUs, with so much memory, receives for each of its

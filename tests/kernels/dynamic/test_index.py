@@ -148,8 +148,6 @@ class Oracle:
                     del self.slots[self.owners[slot]]
                     self.counts["evicted"] += 1
                 self.slots[key], self.owners[slot] = slot, key
-                self.uses.pop(slot, None)
-                self.tags.pop(slot, None)
                 self.touch(slot, clock)
                 self.counts["inserted"] += 1
 

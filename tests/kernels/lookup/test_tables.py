@@ -228,6 +228,19 @@ def test_bf16_rows_are_summed_in_fp32(device, impl):
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_maxima_may_be_deterministic(device, impl):
+    torch.use_deterministic_algorithms(True)  # an error where there is no such algorithm
+    (weight, starts), given = tables(5, device), bags_of(9, device)
+    grads = []
+    for _ in range(2):
+        out = lookup_bags(weight, TableRows(starts), Bags(*given), mode="max", impl=impl)
+        out.square().sum().backward()
+        grads.append(weight.grad._values())
+        weight.grad = None
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_ids_whose_rows_are_elsewhere_add_nothing(device, assert_matches, impl):
     weight, starts = tables(8, device)
     ids, offsets = bags_of(6 * SCALE, device)
