@@ -34,9 +34,9 @@ from .kinds import (
 )
 from .list_texts import find_separator
 from .plan_summary import format_plan
-from .telling import FEW_NUMBERS, buckets_tell, telling
+from .telling import FEW_NUMBERS, buckets_tell, names_that_tell
 from .text_formats import CsvPart
-from .values import decoded, is_number, is_text, type_name, without_texts
+from .values import decoded, is_text, type_name, without_texts
 
 SAMPLE_BYTES = 4 << 20
 WIDE = 500  # columns; the first rows of more columns are more bytes
@@ -125,22 +125,8 @@ def _to_bucket(
     these are those that say most of the label in the first rows."""
     names = [column.name for column in columns if column.kind == "number"]
     if len(names) > FEW_NUMBERS:
-        names = (_telling(names, sample, labels) or names)[:FEW_BUCKETED]
+        names = (names_that_tell(names, sample, labels) or names)[:FEW_BUCKETED]
     return names or [column.name for column in columns if column.kind == "vector"][:1]
-
-
-def _telling(
-    names: Sequence[str], sample: Mapping[str, pa.Array], labels: NDArray[np.uint8] | None
-) -> list[str]:
-    """The numbers that say something of the labels, those that say most first."""
-    known = [name for name in names if name in sample and is_number(sample[name].type)]
-    if labels is None or not known:
-        return []
-    numbers = (
-        sample[name].cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) for name in known
-    )
-    sure = telling(numbers, labels)
-    return [known[at] for at in np.argsort(-sure, kind="stable") if sure[at] > 1]
 
 
 class ColumnsError(ValueError):

@@ -8,7 +8,7 @@ both say alone; so the factors of a product are found, which say nothing alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -58,6 +58,20 @@ def telling(numbers: Iterable[NDArray[np.floating]], labels: NDArray[np.number])
         together = _pairs(ranges[:, :most] // MERGED, residuals[:most]).max(axis=1)
         sure = np.maximum(alone, together / TOGETHER)
     return sure if sure.max() > CLEAR else np.zeros(len(sure))
+
+
+def names_that_tell(
+    names: Sequence[str], sample: Mapping[str, pa.Array], labels: NDArray[np.uint8] | None
+) -> list[str]:
+    """The numbers that say something of the labels, those that say most first."""
+    known = [name for name in names if name in sample and is_number(sample[name].type)]
+    if labels is None or not known:
+        return []
+    numbers = (
+        sample[name].cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False) for name in known
+    )
+    sure = telling(numbers, labels)
+    return [known[at] for at in np.argsort(-sure, kind="stable") if sure[at] > 1]
 
 
 def _ranges(values: NDArray[np.floating]) -> NDArray[np.uint8]:
