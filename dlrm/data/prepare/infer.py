@@ -49,8 +49,7 @@ def plan_columns(
     """Decide what each column is, from the first rows of the first and the last file.
 
     Raises:
-        ValueError: the options name a column that does not exist, or nothing can be made of
-            one.
+        ValueError: the options name a column that does not exist, or nothing can be made of one.
     """
     batches, times = _samples(files, skip_bad)
     if not batches:
@@ -95,11 +94,9 @@ def plan_columns(
     else:
         plan = _bucketed(plan, _to_bucket(columns, samples[0], labels[0]), "which a model needs")
     if not plan.categorical:
-        problem = (
-            f"{files[0].path}: no column is a category or list, and a model needs one; set one"
-        )
         line = yaml_line("NAME", "category")
-        raise ColumnsError(f"{problem} with {line} in the YAML of --config", plan)
+        problem = f"{files[0].path}: no column is a category or list, and a model needs one"
+        raise ColumnsError(f"{problem}; set one with {line} in the YAML of --config", plan)
     return replace(plan, options=options)
 
 
@@ -166,7 +163,7 @@ def _known_labels(
 def _column(
     name: str,
     parts: Sequence[tuple[pa.Array, NDArray[np.uint8] | None]],
-    own: ColumnOptions,
+    column: ColumnOptions,
     options: TableOptions,
     *,
     untyped: bool,
@@ -181,7 +178,7 @@ def _column(
     in_order = options.split.by in ("rows", "days")
 
     # The kind, as given or found.
-    if own.kind is None:
+    if column.kind is None:
         candidates = [
             find_split_time(name, part, untyped)
             if by_time
@@ -193,28 +190,27 @@ def _column(
             candidates.append(find_kind(name, both, untyped, None, times / len(values)))
         inferred = min(candidates, key=lambda candidate: candidate.kind != "category")
     else:
-        note = "; later rows are out of its range" if by_time and own.kind == "number" else ""
-        inferred = InferredKind(kind=own.kind, why=f"given{note}")
-        if own.kind in ("number", "weight") and own.marks is None:
+        note = "; later rows are out of its range" if by_time and column.kind == "number" else ""
+        inferred = InferredKind(kind=column.kind, why=f"given{note}")
+        if column.kind in ("number", "weight") and column.marks is None:
             inferred = _written(values, inferred)
-        elif own.kind == "time" and is_text(values[0].type):
+        elif column.kind == "time" and is_text(values[0].type):
             inferred = replace(inferred, format=find_time_format(values[0]))
-        elif own.kind == "vector" and own.size is None:
+        elif column.kind == "vector" and column.size is None:
             inferred = replace(inferred, size=find_kind(name, values[0], untyped).size)
 
     # Its options, with what was found of how values are written.
-    own = replace(
-        own,
+    column = replace(
+        column,
         kind=inferred.kind,  # type: ignore[arg-type]
-        unit=inferred.unit or own.unit,  # type: ignore[arg-type]
-        format=own.format or inferred.format,
-        size=own.size or inferred.size,
-        bucketed=own.bucketed or inferred.bucketed,
+        unit=inferred.unit or column.unit,  # type: ignore[arg-type]
+        format=column.format or inferred.format,
+        size=column.size or inferred.size,
+        bucketed=column.bucketed or inferred.bucketed,
         **asdict(inferred.marks) if inferred.marks else {},
     )
-    found = type_name(values[0].type)
-    filled = _filled(own, values[0], options)
-    return Column(name=name, found=found, why=inferred.why, options=filled)
+    filled = _filled(column, values[0], options)
+    return Column(name=name, found=type_name(values[0].type), why=inferred.why, options=filled)
 
 
 def _is_constant(values: pa.Array) -> bool:
