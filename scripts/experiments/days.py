@@ -1,6 +1,6 @@
 """Compare embedding kinds over days: each day is evaluated before a model is trained on it.
 
-    python scripts/experiments/days.py --tables data/bench/tables --json benchmarks/days_h100.json
+    python scripts/experiments/days.py --tables data/bench/tables --json benchmarks/days_h200.json
 
 Each log is cut into parts of equal size in the order of its rows, the days, which ``train.py
 --follow`` reads. The logs are tables of ``bench_logs.py`` and ``drift``, a synthetic one: there,
