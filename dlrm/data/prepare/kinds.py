@@ -16,7 +16,7 @@ from ..column_values import is_list
 from .bad_rows import BadValue, shown
 from .column_options import yaml_line
 from .list_texts import find_separator, vector_size
-from .number_texts import NUMBER_SHARE, PLAIN, Marks, find_marks
+from .number_texts import NUMBER_SHARE, PLAIN, Marks, find_marks, missing_hint
 from .values import DAY, MISSING_TIME, NUMBER_MISSING, SECONDS, is_number, is_text, times, type_name
 
 FEW_VALUES = 20
@@ -102,8 +102,7 @@ def find_kind(
         rule = "a list holds texts, integers, or always as many numbers"
         raise NoFeatureError(f"{type_name(kind)}, and {rule}")
     if pa.types.is_nested(kind):
-        remedy = "to be taken apart first, as pandas.json_normalize does"
-        raise NoFeatureError(f"{type_name(kind)}, {remedy}")
+        raise NoFeatureError(f"{type_name(kind)}, to be taken apart, as pandas.json_normalize does")
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return InferredKind(kind="time", why="times")
     if pa.types.is_boolean(kind):
@@ -168,6 +167,8 @@ def _find_text(name: str, sample: pa.Array, untyped: bool, times: float) -> Infe
         why += _alternative(name, {"kind": "number", **marks})
     elif separator:
         why += _alternative(name, {"kind": "list", "separator": separator})
+    else:
+        why += missing_hint(sample)
     if pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
         why += "; if these are times, set kind: time and format:, as in strptime"
     return InferredKind(kind="category", why=why)
@@ -280,9 +281,8 @@ def _alternative(name: str, options: Any) -> str:
 def _rises(values: NDArray[np.number]) -> bool:
     """Whether values never fall from row to row, as the days of a log: later ones are beyond them,
     where a network knows nothing of a trend, but of the last bucket."""
-    if len(values) < ENOUGH_ROWS or values[0] == values[-1]:
-        return False
-    return bool((values[:-1] <= values[1:]).all())
+    never_fall = bool((values[:-1] <= values[1:]).all())
+    return never_fall and len(values) >= ENOUGH_ROWS and bool(values[0] < values[-1])
 
 
 def _evenly_spread(distinct: NDArray[np.integer]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import yaml
 
 PLAIN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 MARKED = r"^[+-]?[\d.,][\d.,' \x{a0}\x{202f}]*([eE][+-]?\d+)?$"
@@ -15,6 +16,7 @@ SYMBOLS = ("$", "€", "£", "¥", "%")
 UNIT = re.compile(r"\d ?((?<= )[^\W\d]|[^\W\d]{2,6})$")
 """Such as km or EUR at the end; a single letter after a digit may be part of a code."""
 SPACES = " \u00a0\u202f"
+MANY_NUMBERS = 20
 NUMBER_SHARE = 0.95  # of the texts of a column, if others may be mistakes
 
 
@@ -114,3 +116,13 @@ def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
 
 def _count(texts: pa.Array, pattern: str) -> int:
     return pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0
+
+
+def missing_hint(texts: pa.Array) -> str:
+    """What to set if the one text among many different numbers stands for a missing one."""
+    distinct = pc.utf8_trim_whitespace(texts.drop_null()).unique()
+    others = distinct.filter(pc.invert(pc.match_substring_regex(distinct, PLAIN))).to_pylist()
+    if len(others) != 1 or len(distinct) <= MANY_NUMBERS:
+        return ""
+    missing = yaml.safe_dump({"missing": others}, default_flow_style=True, allow_unicode=True)
+    return f"; if these are numbers with gaps: {missing.strip()[1:-1]} in the YAML"

@@ -146,6 +146,17 @@ def test_integers_of_a_small_type_are_evenly_spread():
     assert "unevenly" not in find_kind("code_no", sample, False).why
 
 
+def test_a_word_for_missing_numbers_is_named(tmp_path):
+    """A third of the values made ids of all numbers, and nothing said so."""
+    values = ["not asked" if i % 3 else f"{i}.5" for i in range(200)]
+    path = csv(tmp_path / "rows.csv", age=values)
+    why = plan_rows(path)[1].columns[2].why
+    assert why.endswith("; if these are numbers with gaps: missing: [not asked] in the YAML")
+    given = yaml.safe_load(re.search(r"missing: \[.*?\]", why)[0])
+    assert plan_rows(path, **given)[1].columns[2].kind == "number"
+    assert "missing" not in find_kind("c", pa.array(["a", "1", "2"] * 100), True).why
+
+
 def test_a_name_in_the_yaml_that_a_message_gives(tmp_path):
     for name in ("yes", "a b", "x: y", "[z]", "item_id:token", "two\nlines", '"\n'):
         for options in ("number", {"kind": "list", "separator": "|"}):
