@@ -106,6 +106,7 @@ class DynamicTables(CountsIds, Embedding):
         }
         for name, tensor in derived.items():
             self.register_buffer(f"_{name}", tensor, persistent=False)
+
         self._time: Tensor  # [3]
         self._seed: Tensor  # []
         self._columns: Tensor | None  # [slots]

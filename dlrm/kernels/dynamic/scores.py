@@ -7,7 +7,7 @@ counted once a step. (In one step of 255 a slot that was not used counts as used
 other 23 bits are a *value*:
 
 - ``lfu``: 13 bits for the period of the last use and 10 for the number of steps that used the slot,
-  which halves from period to period. The number goes on when another id gets the slot: so it rises
+  which halves from period to period. The number stays when another id gets the slot, so it rises
   where many ids come, and those that fade do not stay because they were used often once.
 - ``lru`` and ``age``: the clock at the last use.
 - ``score``: the clock at the last use, and the slot with the lowest one is evicted, where ``lru``

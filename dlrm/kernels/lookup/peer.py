@@ -214,6 +214,7 @@ def peer_keys(
     """
     (slots, most, _), batch = parts.shape, ids.shape[1]
     dtype = torch.int32 if peers * height < 2**31 else torch.int64
+
     if use_triton(ids, impl):
         keys = torch.empty(slots * batch, dtype=dtype, device=ids.device)
         places = torch.empty_like(keys, dtype=torch.int32)
@@ -229,6 +230,7 @@ def peer_keys(
         keys = (rows + shift).to(dtype).view(-1)
         samples = torch.arange(batch, device=ids.device)
         places = (section * batch + samples).int().view(-1)
+
     if not sort:
         return PeerKeys(keys=keys, places=places, order=None, height=height)
     found = sort_rows(keys, peers * height)
