@@ -210,7 +210,7 @@ class ShardingConfig:
     """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
     threshold: Natural | None = None
     """Replicate tables of dense, drop and dynamic with fewer rows. Default: those of less than 6
-    MB, or 1.28 MB where GPUs read each other's memory; with lists of ids none."""
+    MB, at most 20,000 rows where GPUs read each other's memory; with lists of ids none."""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
     type of the table."""

@@ -22,12 +22,13 @@ from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.update.packed import BITS
 from dlrm.kernels.update.rules import Rule
 
-# Number of weights from which a table is sharded by default: 96,000 rows of dim 16, or 20,000 where
-# GPUs read each other's memory. Measured on two H200 with 16,384 and 65,536 samples each: a step of
-# the Kaggle model with auto takes 0.47 and 1.25 ms if tables are sharded from 96,000 rows, 0.43 and
-# 1.22 from 20,000, and 0.42 and 1.22 from 4,000. On four, the Terabyte model takes 6.60 ms by
-# collectives if tables are sharded from 12,000 rows of dim 128, and 6.13 from 50,000.
-LARGE, LARGE_AT_PEERS = 1_536_000, 320_000
+# Tables are sharded by default from so many weights, 12,000 rows of dim 128 or 96,000 of dim 16;
+# where GPUs read each other's memory, from so many rows if these are fewer. Measured on two H200
+# with 16,384 and 65,536 samples each: a step of the Kaggle model (dim 16) with auto takes 0.47 and
+# 1.25 ms if tables are sharded from 96,000 rows, 0.43 and 1.22 from 20,000, and 0.42 and 1.22 from
+# 4,000. A step of the Terabyte model (dim 128) with 65,536 takes 4.23 ms from 2,500 rows; it took
+# 4.03 from 12,000, with look-ups sorted ahead.
+LARGE, LONG_AT_PEERS = 1_536_000, 20_000
 SHARDED = ("dense", "drop", "dynamic", "paged")
 WHOLE_ROWS = "rowwise_adagrad"  # the rule with one sum for a row
 
@@ -185,9 +186,10 @@ def sharded_from(threshold: int | None, dim: int, *, bags: bool = False, linked:
         bags: ids come in bags.
         linked: processes address each other's memory.
     """
-    if threshold is None:
-        return 0 if bags else (LARGE_AT_PEERS if linked else LARGE) // dim
-    return threshold
+    if threshold is not None:
+        return threshold
+    rows = LARGE // dim
+    return 0 if bags else min(rows, LONG_AT_PEERS) if linked else rows
 
 
 def _sharding_types(

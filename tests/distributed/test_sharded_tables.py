@@ -8,7 +8,7 @@ import torch
 
 from dlrm.data.schema import HASHED
 from dlrm.distributed.sharded_kinds import ShardedDense, ShardedDrop
-from dlrm.distributed.sharding_plan import LARGE, LARGE_AT_PEERS, make_sharding_plan
+from dlrm.distributed.sharding_plan import LARGE, LONG_AT_PEERS, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.drop import Drop
@@ -28,8 +28,13 @@ def test_which_tables_are_held_in_pieces(monkeypatch):
         found = make_sharding_plan(world, NAMES, RECIPE, threshold=threshold)
         assert {shard.table for shard in found.shards} == sharded
     assert make_sharding_plan(world, NAMES, RECIPE, threshold=None) is None
-    for least, exchange in ((LARGE, "auto"), (LARGE_AT_PEERS, "peers")):
-        large = {**RECIPE, "num_embeddings": [least // 8, least // 8 - 1, 150]}
+    for dim, exchange, least in (
+        (8, "auto", LARGE // 8),
+        (8, "peers", LONG_AT_PEERS),
+        (100, "peers", LARGE // 100),
+    ):
+        sizes = {"num_embeddings": [least, least - 1, 150], "embedding_dim": dim}
+        large = {**RECIPE, **sizes}
         found = make_sharding_plan(world, NAMES, large, threshold=None, exchange=exchange)
         assert {shard.table for shard in found.shards} == {0}
     bags = make_sharding_plan(world, NAMES, RECIPE, lambda: [torch.tensor([2])] * 3, threshold=None)
