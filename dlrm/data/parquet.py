@@ -102,7 +102,7 @@ class RowGroupReader:
             raise ValueError(
                 f"{self.directory / META_FILE} has {len(meta.categorical)} categorical columns, "
                 f"the model tables for {len(self.num_embeddings)}: prepare the raw rows for it "
-                "with dlrm prepare --ids-of RUN/preparation"
+                "with dlrm prepare --ids-of RUN"
             )
         largest = max(self.num_embeddings, default=0)
         self.ids_dtype = np.dtype(np.int32 if largest <= 2**31 else np.int64)

@@ -302,7 +302,7 @@ class Meta(Closed):
         if Path(directory).is_file():
             raise ValueError(
                 f"{directory} is a file: prepare it with dlrm prepare (for a trained model with "
-                "--ids-of RUN/preparation), and name the directory that it writes"
+                "--ids-of RUN), and name the directory that it writes"
             )
         if not path.is_file():
             raise FileNotFoundError(

@@ -19,7 +19,7 @@ def described():
 
 def test_a_raw_file_in_place_of_a_prepared_directory(tmp_path):
     (tmp_path / "new.csv").write_text("C1,label\n1,0\n")
-    with pytest.raises(ValueError, match=r"new.csv is a file: .* with --ids-of RUN/preparation\)"):
+    with pytest.raises(ValueError, match=r"new.csv is a file: .* with --ids-of RUN\)"):
         Meta.read(tmp_path / "new.csv")
 
 

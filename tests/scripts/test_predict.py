@@ -292,7 +292,7 @@ def test_data_of_another_preparation_is_refused(criteo, programs, run, refused, 
     assert metas[0].fingerprint != metas[1].fingerprint
     message = refused(trained, other)
     assert f"{other} was prepared separately from the data of {trained}" in message
-    assert "dlrm prepare --criteo --ids-of RUN/preparation, to train on them with --spl" in message
+    assert "dlrm prepare --criteo --ids-of RUN, to train on them with --spl" in message
     assert run("evaluate", trained, other, *CPU, status=2).stderr == message
     init = ("--init_from", trained, "--output", tmp_path)
     done = run("train", "--data", other, *SMALL[:-1], "new", *init, status=2)

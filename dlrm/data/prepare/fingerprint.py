@@ -84,7 +84,7 @@ def require_same_ids(
     raise ValueError(
         f"{data} was prepared separately from the data of {model}, so its ids stand for other "
         f"values: score the raw rows with dlrm predict, or prepare them with "
-        f"dlrm prepare{criteo} --ids-of RUN/preparation, to train on them with --split 0.8 0.1 0.1"
+        f"dlrm prepare{criteo} --ids-of RUN, to train on them with --split 0.8 0.1 0.1"
     )
 
 
