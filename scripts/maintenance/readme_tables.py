@@ -36,7 +36,7 @@ def build(name: str) -> str:
     results = [read(file) for file in table["files"]]
     metric = {"metric": table["metric"]} if "metric" in table else {}
     rows = list(getattr(table_rows, table["rows"])(*results, **metric)) if "rows" in table else None
-    rows = results[0]["results"] if rows is None else rows
+    rows = results[0][table.get("list", "results")] if rows is None else rows
     if "sort" in table:
         rows.sort(key=itemgetter(*table["sort"]))
 

@@ -145,14 +145,6 @@ def offloaded(*results: Result) -> Iterator[Mapping[str, Any]]:
             yield {"rows": "fp32", **r, "share": r.get("speed of dense", "-"), "device": device}
 
 
-# Of docs/dynamic.md
-
-
-def dynamic_steps(result: Result) -> Rows:
-    """Steps of dynamic tables, without the index alone."""
-    return [row for row in result["results"] if "rule" in row]
-
-
 # Of docs/data.md
 
 
