@@ -40,13 +40,13 @@ def spread(value: float, deviation: float | None, form: str = ".4f") -> str:
 
 
 def steps(result: Result) -> Iterator[Mapping[str, Any]]:
-    """Steps of a kind and a batch with each rule, in ms and relative to dense tables."""
+    """Steps of a kind and a batch with each rule, in ms and relative to dense; "-": not timed."""
     found = {(r["kind"], r["batch"], r["rule"]): r for r in result["results"]}
     for kind, batch, _ in (key for key in found if key[2] == "sgd"):
         cells = {}
         for rule in ("sgd", "rowwise_adagrad", "adam"):
-            ms = found[kind, batch, rule]["ms"]
-            cells[rule] = f"{ms:.3f} ({found['dense', batch, rule]['ms'] / ms:.2f})"
+            ms = found.get((kind, batch, rule), {}).get("ms")
+            cells[rule] = f"{ms:.3f} ({found['dense', batch, rule]['ms'] / ms:.2f})" if ms else "-"
         yield {**found[kind, batch, "sgd"], **cells}
 
 
