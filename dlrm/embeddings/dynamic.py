@@ -61,7 +61,7 @@ class Dynamic(DynamicTables, HostRows):
 
     Reference:
         HierarchicalKV (Merlin), 2022, and dynamicemb in NVIDIA recsys-examples, for the interface.
-        Two choices: Azar et al., "Balanced Allocations", SIAM J. Comput. 1999. Counts that go on:
+        Two choices: Azar et al., "Balanced Allocations", SIAM J. Comput. 1999. Counts that stay:
         Metwally et al., "Efficient Computation of Frequent and Top-k Elements in Data Streams",
         ICDT 2005.
     """

@@ -119,7 +119,7 @@ def _count(texts: pa.Array, pattern: str) -> int:
 
 
 def missing_hint(texts: pa.Array) -> str:
-    """What to set if the one text among many different numbers stands for a missing one."""
+    """The option to set if the one text among many different numbers stands for a missing one."""
     distinct = pc.utf8_trim_whitespace(texts.drop_null()).unique()
     others = distinct.filter(pc.invert(pc.match_substring_regex(distinct, PLAIN))).to_pylist()
     if len(others) != 1 or len(distinct) <= MANY_NUMBERS:
