@@ -319,9 +319,8 @@ def bench_means(result: Result, *, metric: str) -> Rows:
     every = result["results"]
     found = {(r["emb"], r["budget"] or "", r["log"]): r[f"{metric} by seed"] for r in every}
     logs, rows = _logs(result), dict[str, dict[str, str]]()
-    ratios = [ratio for ratio in RATIOS if ratio in {budget for _, budget, _ in found}]
     for kind, budget in dict.fromkeys(key[:2] for key in found if key[0] != "dense"):
-        row = rows.setdefault(f"`{kind}`", dict.fromkeys(ratios, "-"))
+        row = rows.setdefault(f"`{kind}`", dict.fromkeys(RATIOS, "-"))
         if all((kind, budget, log) in found for log in logs):
             dense = [found["dense", "", log] for log in logs]
             pairs = zip((found[kind, budget, log] for log in logs), dense, strict=True)
@@ -332,11 +331,8 @@ def bench_means(result: Result, *, metric: str) -> Rows:
 
 
 def _logs(result: Result) -> list[str]:
-    """The logs on which each ratio was measured that was measured on any."""
-    ratios = dict[str, set[str]]()
-    for r in result["results"]:
-        ratios.setdefault(r["log"], set()).add(r["budget"])
-    return sorted(log for log, own in ratios.items() if own == set().union(*ratios.values()))
+    """The logs on which there is each ratio."""
+    return sorted({r["log"] for r in result["results"] if r["budget"] == RATIOS[0]})
 
 
 def by_task(result: Result) -> Iterator[Mapping[str, Any]]:
