@@ -23,6 +23,7 @@ ALONE, TOGETHER = 3.0, 8.0  # standard deviations beyond chance: of pairs, thous
 CLEAR = 2.0  # of some number, relative to these; else those that are found may be there by chance
 GAPS = 4.0  # standard deviations, of missing values and of curves
 DEGREE = 3  # of the curve over a number that a network learns as soon
+EXACT = 1e-9  # variance of what is left; less is rounding, and nothing is left
 MOST_CURVED = 1 << 14  # of more rows, random ones show whether there is a curve
 MOST_ROWS = 1 << 16  # of more, random ones are looked at
 MOST_PRODUCTS = 1 << 31  # of rows and pairs of numbers
@@ -146,6 +147,6 @@ def buckets_tell(values: pa.Array, labels: NDArray[np.uint8] | None) -> float:
         residuals = labels[rows] - curves @ np.linalg.lstsq(curves, labels[rows])[0]
         ranges = np.searchsorted(bucket_edges(summary, 32), numbers[rows], side="right")
         sums = np.bincount(ranges, residuals).astype(float)
-        variance = float(residuals.var()) or 1.0
+        variance = max(float(residuals.var()), EXACT)
         beyond = max(beyond, beyond_chance(np.bincount(ranges), sums, variance))
     return beyond / GAPS
